@@ -1,0 +1,128 @@
+"""The argument contract that every rung shares: one place that turns bad input into an error that helps.
+
+Every rung exports ``attention(q, k, v, *, causal=False, scale=None)`` in the layout of
+``torch.nn.functional.scaled_dot_product_attention``; the rungs differ in what they compute with it, not in what they
+accept. A rung calls ``check_attention`` first and passes what it can do; what it cannot do raises
+``NotImplementedError`` naming the rung that can.
+"""
+
+import math
+import numbers
+
+import torch
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def check_attention(
+    rung: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+    grouped_heads: bool = False,
+    unequal_head_dims: bool = False,
+    max_head_dim: int | None = None,
+    dtypes: tuple[torch.dtype, ...] = FLOATS,
+) -> float:
+    """Check ``attention`` arguments and return the softmax scale to use.
+
+    Args:
+        rung: name of the calling rung, for the messages.
+        q: (B, Hq, Sq, D). k: (B, Hkv, Sk, D). v: (B, Hkv, Sk, Dv). One floating dtype, one device, any strides.
+        causal, scale: as the caller of ``attention`` gave them.
+        grouped_heads: the rung computes Hq != Hkv.
+        unequal_head_dims: the rung computes D != Dv.
+        max_head_dim: largest D or Dv the rung computes; None for no limit.
+        dtypes: element types the rung computes.
+
+    Returns:
+        ``scale``, or 1/sqrt(D) when it is None.
+
+    Raises:
+        TypeError: an argument is no tensor, ``causal`` is no bool, ``scale`` is no real number.
+        ValueError: a shape, dtype or device does not fit; the message names the argument, what came, what is wanted.
+        NotImplementedError: valid attention that this rung does not compute; the message names the rung that does.
+    """
+    for name, tensor, layout in (("q", q, "(B, Hq, Sq, D)"), ("k", k, "(B, Hkv, Sk, D)"), ("v", v, "(B, Hkv, Sk, Dv)")):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{rung}: {name} is a {type(tensor).__name__}; want a torch.Tensor of shape {layout}")
+        if tensor.ndim != 4:
+            raise ValueError(f"{rung}: {name} has shape {tuple(tensor.shape)}; want four dimensions {layout}")
+        if tensor.dtype not in dtypes:
+            wanted = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+            raise ValueError(f"{rung}: {name} has dtype {tensor.dtype}; want one of {wanted}")
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != q.dtype:
+            raise ValueError(f"{rung}: {name} has dtype {tensor.dtype}; want {q.dtype}, the dtype of q")
+        if tensor.device != q.device:
+            raise ValueError(f"{rung}: {name} is on {tensor.device}; want {q.device}, the device of q")
+        if tensor.shape[0] != q.shape[0]:
+            raise ValueError(f"{rung}: {name} has batch size {tensor.shape[0]}; want {q.shape[0]}, the batch size of q")
+
+    (_, num_heads, _, head_dim), (_, num_kv_heads, seqlen_k, _) = q.shape, k.shape
+    head_dim_v = v.shape[3]
+    if head_dim == 0 or head_dim_v == 0:
+        name, tensor = ("q", q) if head_dim == 0 else ("v", v)
+        raise ValueError(f"{rung}: {name} has shape {tuple(tensor.shape)}, head size 0; want at least 1")
+    if k.shape[3] != head_dim:
+        raise ValueError(f"{rung}: k has head size {k.shape[3]}; want {head_dim}, the head size of q")
+    if v.shape[1] != num_kv_heads:
+        raise ValueError(f"{rung}: v has {v.shape[1]} heads; want {num_kv_heads}, the heads of k")
+    if v.shape[2] != seqlen_k:
+        raise ValueError(f"{rung}: v has length {v.shape[2]}; want {seqlen_k}, the length of k")
+    if num_heads != num_kv_heads and (num_kv_heads == 0 or num_heads % num_kv_heads):
+        raise ValueError(f"{rung}: q has {num_heads} heads; want a multiple of the {num_kv_heads} heads of k and v")
+
+    if num_heads != num_kv_heads and not grouped_heads:
+        raise NotImplementedError(
+            f"{rung}: grouped heads ({num_heads} query heads on {num_kv_heads} KV heads) arrive with step04_gqa"
+        )
+    if head_dim != head_dim_v and not unequal_head_dims:
+        raise NotImplementedError(
+            f"{rung}: unequal head sizes (qk {head_dim}, v {head_dim_v}) arrive with step04_gqa"
+        )
+    if max_head_dim is not None and max(head_dim, head_dim_v) > max_head_dim:
+        raise NotImplementedError(
+            f"{rung}: head size {max(head_dim, head_dim_v)} is above {max_head_dim}; step04_gqa has no limit"
+        )
+
+    if not isinstance(causal, bool):
+        raise TypeError(f"{rung}: causal is {causal!r}; want True or False")
+    return check_scale(rung, scale, head_dim)
+
+
+def check_scale(rung: str, scale: float | None, head_dim: int) -> float:
+    """Return ``scale`` as a float, 1/sqrt(head_dim) for None; TypeError or ValueError when it is no finite real."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        raise TypeError(f"{rung}: scale is {scale!r}; want a real number or None for 1/sqrt(D)")
+    if not math.isfinite(scale):
+        raise ValueError(f"{rung}: scale is {scale}; want a finite number")
+    return float(scale)
+
+
+def check_cu_seqlens(rung: str, name: str, cu_seqlens: torch.Tensor, total: int) -> list[int]:
+    """Check cumulative sequence lengths and return them as a list.
+
+    Args:
+        cu_seqlens: (num_seqs + 1,) int32 or int64; starts at 0, never falls, ends at ``total``.
+        total: number of packed tokens.
+
+    Raises:
+        TypeError, ValueError: naming ``name``, what came and what is wanted.
+    """
+    if not isinstance(cu_seqlens, torch.Tensor):
+        raise TypeError(f"{rung}: {name} is a {type(cu_seqlens).__name__}; want an int32 torch.Tensor (num_seqs + 1,)")
+    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
+        raise ValueError(f"{rung}: {name} has shape {tuple(cu_seqlens.shape)}; want (num_seqs + 1,)")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{rung}: {name} has dtype {cu_seqlens.dtype}; want int32 or int64")
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != total or any(a > b for a, b in zip(bounds, bounds[1:])):
+        shown = bounds if len(bounds) <= 8 else [*bounds[:4], "...", *bounds[-3:]]
+        raise ValueError(f"{rung}: {name} is {shown}; want 0, then never falling, up to the {total} packed tokens")
+    return bounds
