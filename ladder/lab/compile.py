@@ -1,0 +1,136 @@
+"""Compile a kernel for a GPU that is not there, and read what the compiler made of it.
+
+``warmup`` specialises a kernel exactly as a launch with the same arguments would. A stand-in for the driver names the
+processor to compile for; ptxas and cuobjdump come with Triton's wheel.
+"""
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+TARGETS = ("sm_80", "sm_90", "sm_100")
+SHARED_MEMORY_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}  # bytes one program may use
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What ptxas reports of one compiled kernel. Registers are per thread, ``local`` and ``shared`` in bytes."""
+
+    name: str
+    target: str
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    local: int
+    shared: int
+    num_warps: int
+    ptx: str
+    sass: str
+
+    def count(self, instruction):
+        """How often a machine instruction (``HGMMA``, ``HMMA``, ``LDL``, ...) stands in the code."""
+        return len(re.findall(rf"\b{re.escape(instruction)}\b", self.sass))
+
+    @property
+    def spills(self):
+        return self.spill_stores + self.spill_loads + self.local
+
+
+class _StandInDriver:
+    """Answers what compilation asks of a driver; anything that needs a real device raises AttributeError."""
+
+    def __init__(self, capability):
+        from triton.backends.compiler import GPUTarget
+
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self):
+        return self._target
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=0):
+        return 0
+
+    def get_active_torch_device(self):
+        import torch
+
+        return torch.device("cuda", 0)
+
+    def get_device_interface(self):
+        import torch
+
+        return torch.cuda
+
+    def map_python_to_cpp_type(self, ty):
+        from triton.backends.nvidia import driver
+
+        return driver.ty_to_cpp(ty)
+
+
+def compile_for(target, kernel, *args, **kwargs):
+    """Compile ``kernel`` for ``target`` as a launch with these arguments would, without a GPU.
+
+    Args:
+        target: "sm_80", "sm_90", "sm_100", ...
+        kernel: a ``triton.jit`` function, imported while Triton's interpreter is off.
+        args, kwargs: the launch's arguments. Tensors may live on the CPU or the meta device, only dtype and alignment
+            count; options such as ``num_warps`` go by keyword.
+
+    Returns:
+        Compiled.
+
+    Raises:
+        ValueError: ``target`` is no "sm_NN", or the kernel was decorated for the interpreter.
+    """
+    import triton
+    from triton.runtime.jit import MockTensor
+
+    match = re.fullmatch(r"sm_(\d+)a?", target)
+    if not match:
+        raise ValueError(f"target is {target!r}; want 'sm_90' or the like")
+    if not hasattr(kernel, "warmup") or type(kernel).__name__ == "InterpretedFunction":
+        raise ValueError(f"kernel {kernel} runs in Triton's interpreter; want it imported with TRITON_INTERPRET unset")
+
+    def stand_in(value):
+        return MockTensor(value.dtype) if hasattr(value, "data_ptr") else value
+
+    driver = triton.runtime.driver
+    before = driver._active  # None where no driver was needed yet; asking for the default would fail without a GPU
+    driver.set_active(_StandInDriver(int(match[1])))
+    try:
+        compiled = kernel.warmup(
+            *(stand_in(a) for a in args), grid=(1,), **{name: stand_in(a) for name, a in kwargs.items()}
+        )
+        return inspect_cubin(
+            compiled.metadata.name, target, compiled.asm["cubin"], compiled.asm["ptx"],
+            shared=compiled.metadata.shared, num_warps=compiled.metadata.num_warps,
+        )  # fmt: skip
+    finally:
+        driver._active = before
+
+
+def inspect_cubin(name, target, cubin, ptx="", *, shared=0, num_warps=0):
+    """Read registers, spills and machine code out of a cubin (bytes)."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        usage = _run("cuobjdump", "--dump-resource-usage", path)
+        sass = _run("cuobjdump", "--dump-sass", path)
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
+    registers, stack, _, local = (int(n) for n in found.groups())
+    code = Compiled(name, target, registers, 0, 0, stack + local, shared, num_warps, ptx, sass)
+    return Compiled(**{**code.__dict__, "spill_stores": code.count("STL"), "spill_loads": code.count("LDL")})
+
+
+def _run(tool, *args):
+    import triton
+
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    done = subprocess.run([folder / tool, *map(str, args)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{tool} failed: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout

@@ -1,0 +1,173 @@
+"""Implementations to measure ourselves against: whichever of them can be imported on this machine."""
+
+from dataclasses import dataclass
+from importlib import util
+from typing import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+
+@dataclass(frozen=True)
+class Peer:
+    """``why_not(problem, device)`` returns why it cannot run a problem, or None; ``build(problem)`` a function of q, k, v."""
+
+    name: str
+    title: str
+    why_not: Callable
+    build: Callable
+
+
+def peers_for(problem, device):
+    """The peers that can run ``problem`` on ``device``, as a list of Peer."""
+    device = torch.device(device)
+    return [peer for peer in PEERS if peer.why_not(problem, device) is None]
+
+
+def availability(problem, device):
+    """{peer name: None, or the reason it cannot run this problem here}."""
+    device = torch.device(device)
+    return {peer.name: peer.why_not(problem, device) for peer in PEERS}
+
+
+def _needs_cuda(problem, device):
+    return None if device.type == "cuda" else "needs a CUDA device"
+
+
+def _sdpa_why_not(backend):
+    def why_not(problem, device):
+        if backend is None:
+            return None if device.type == "cpu" else "the flash and cuDNN backends are measured by name on CUDA"
+        if device.type != "cuda":
+            return "needs a CUDA device"
+        if problem.dtype == "float32":
+            return "computes 16-bit types only"
+        if backend == SDPBackend.FLASH_ATTENTION and problem.D != problem.Dv:
+            return "wants equal head sizes"
+        if max(problem.D, problem.Dv) > 256:
+            return "wants head sizes up to 256"
+        return None
+
+    return why_not
+
+
+def _sdpa_build(backend):
+    def build(problem):
+        bias = None
+        if problem.causal and problem.Sq != problem.Sk:
+            bias = causal_lower_right(problem.Sq, problem.Sk)  # is_causal alone aligns to the top left
+        options = dict(scale=problem.scale, enable_gqa=problem.Hq != problem.Hkv)
+        if bias is None:
+            options["is_causal"] = problem.causal
+
+        def run(q, k, v):
+            if backend is None:
+                return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, **options)
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, **options)
+
+        return run
+
+    return build
+
+
+def _flex_why_not(problem, device):
+    if device.type != "cuda":
+        return "needs a CUDA device"
+    if problem.D != problem.Dv and (problem.D & (problem.D - 1) or problem.Dv & (problem.Dv - 1)):
+        return "wants power-of-two head sizes"
+    return None if util.find_spec("triton") else "needs Triton"
+
+
+def _flex_build(problem):
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    compiled = torch.compile(flex_attention, dynamic=False)
+    mask = None
+    if problem.causal:
+        offset = problem.Sk - problem.Sq
+        mask = create_block_mask(lambda b, h, i, j: j <= i + offset, None, None, problem.Sq, problem.Sk, device="cuda")
+    grouped = problem.Hq != problem.Hkv
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask, scale=problem.scale, enable_gqa=grouped)
+
+
+def _fa3_module():
+    for name in ("fa3_fwd_interface", "flash_attn_interface"):
+        if util.find_spec(name):
+            return name
+    return None
+
+
+def _fa3_why_not(problem, device):
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return "needs a Hopper GPU"
+    if _fa3_module() is None:
+        return "not installed (pip install fa3-fwd)"
+    if problem.dtype == "float32" or (problem.dtype == "float16" and _fa3_module() == "fa3_fwd_interface"):
+        return "its wheel computes bfloat16"
+    return None
+
+
+def _fa3_build(problem):
+    interface = __import__(_fa3_module())
+
+    def run(q, k, v):  # FlashAttention's layout is (B, S, H, D): transposed views, no copies
+        args = [x.transpose(1, 2) for x in (q, k, v)]
+        out = interface.flash_attn_func(*args, softmax_scale=problem.scale, causal=problem.causal)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return run
+
+
+def _module_why_not(module, install):
+    def why_not(problem, device):
+        if device.type != "cuda":
+            return "needs a CUDA device"
+        if problem.dtype == "float32":
+            return "computes 16-bit types only"
+        try:
+            found = util.find_spec(module)
+        except ModuleNotFoundError:
+            found = None
+        return None if found else f"not installed ({install})"
+
+    return why_not
+
+
+def _fa4_build(problem):
+    from flash_attn.cute import flash_attn_func
+
+    def run(q, k, v):
+        args = [x.transpose(1, 2) for x in (q, k, v)]
+        out = flash_attn_func(*args, softmax_scale=problem.scale, causal=problem.causal)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return run
+
+
+def _flashinfer_build(problem):
+    from flashinfer import single_prefill_with_kv_cache
+
+    def run(q, k, v):  # (S, H, D), one sequence a call
+        outs = [
+            single_prefill_with_kv_cache(
+                *(x[b].transpose(0, 1).contiguous() for x in (q, k, v)), causal=problem.causal, sm_scale=problem.scale
+            )
+            for b in range(q.shape[0])
+        ]
+        return torch.stack(outs).transpose(1, 2)
+
+    return run
+
+
+PEERS = (
+    Peer("sdpa", "PyTorch SDPA (CPU)", _sdpa_why_not(None), _sdpa_build(None)),
+    Peer("sdpa_flash", "PyTorch SDPA, FlashAttention-2", _sdpa_why_not(SDPBackend.FLASH_ATTENTION), _sdpa_build(SDPBackend.FLASH_ATTENTION)),
+    Peer("sdpa_cudnn", "PyTorch SDPA, cuDNN", _sdpa_why_not(SDPBackend.CUDNN_ATTENTION), _sdpa_build(SDPBackend.CUDNN_ATTENTION)),
+    Peer("flex", "PyTorch flex_attention, compiled", _flex_why_not, _flex_build),
+    Peer("fa3", "FlashAttention-3", _fa3_why_not, _fa3_build),
+    Peer("fa4", "FlashAttention-4 (CuTe)", _module_why_not("flash_attn.cute", "pip install flash-attn"), _fa4_build),
+    Peer("flashinfer", "FlashInfer", _module_why_not("flashinfer", "pip install flashinfer-python"), _flashinfer_build),
+)  # fmt: skip

@@ -1,0 +1,174 @@
+"""Recorded results: every published number is a row in a JSON file that says where, when and how it was measured."""
+
+import datetime
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+SCHEMA = 1
+FOLDER = Path(__file__).resolve().parents[2] / "notebooks" / "results"
+
+
+def machine(device="cpu"):
+    """What ran: GPU or CPU name, driver, and the versions that decide about speed."""
+    import torch
+
+    device = torch.device(device)
+    if device.type == "cuda":
+        gpu, driver = torch.cuda.get_device_name(device), _driver()
+    else:
+        gpu, driver = None, None
+    return {
+        "gpu": gpu,
+        "driver": driver,
+        "cpu": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "python": platform.python_version(),
+    }
+
+
+def document(rows, *, device="cpu", limits=None, command=None, **extra):
+    """A results document of schema 1 around ``rows``, stamped with this machine, the commit and the command."""
+    result = {
+        "schema": SCHEMA,
+        "recorded": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "command": command or _command(),
+        "machine": machine(device),
+        "limits": limits.as_dict() if hasattr(limits, "as_dict") else limits,
+        **extra,
+        "rows": list(rows),
+    }
+    validate(result)
+    return result
+
+
+def row(case, impl, *, timing=None, flops=None, num_bytes=None, peak_bytes=None, parity=None, **extra):
+    """One result: a case, an implementation and what was measured. Absent measurements stay absent."""
+    result = {"case": case, "impl": impl}
+    if timing is not None:
+        result["ms"] = timing.as_dict()
+        if flops:
+            result["tflops"] = round(flops / timing.median / 1e9, 4)
+        if num_bytes:
+            result["tbs"] = round(num_bytes / timing.median / 1e9, 5)
+    if peak_bytes is not None:
+        result["peak_bytes"] = int(peak_bytes)
+    if parity is not None:
+        result["max_error"] = parity.max_error if math.isfinite(parity.max_error) else None
+        result["budget"] = parity.budget
+        result["ok"] = bool(parity.ok)
+        if parity.reason:
+            result["reason"] = parity.reason
+    return {**result, **extra}
+
+
+def validate(doc):
+    """Raise ValueError naming the field that does not fit schema 1."""
+    for field in ("schema", "recorded", "commit", "command", "machine", "limits", "rows"):
+        if field not in doc:
+            raise ValueError(f"results: field {field!r} is missing")
+    if doc["schema"] != SCHEMA:
+        raise ValueError(f"results: schema is {doc['schema']!r}; want {SCHEMA}")
+    for number, entry in enumerate(doc["rows"]):
+        if not isinstance(entry.get("case"), dict) or not isinstance(entry.get("impl"), str):
+            raise ValueError(f"results: row {number} is {entry!r}; want a 'case' object and an 'impl' name")
+        if "ms" in entry and set(entry["ms"]) != {"median", "p20", "p80"}:
+            raise ValueError(f"results: row {number} has ms {entry['ms']!r}; want median, p20 and p80")
+
+
+def write(doc, target):
+    """Write a document to a file, whole or not at all; "-" is standard output."""
+    validate(doc)
+    head = {k: v for k, v in doc.items() if k != "rows"}
+    lines = ",\n  ".join(json.dumps(entry, allow_nan=False) for entry in doc["rows"])  # a row a line: readable diffs
+    text = json.dumps(head, indent=1, allow_nan=False)[:-2] + ',\n "rows": [\n  ' + lines + "\n ]\n}\n"
+    if str(target) == "-":
+        sys.stdout.write(text)
+        return
+    target = Path(target)
+    partial = target.with_name(target.name + ".partial")
+    try:
+        partial.write_text(text)
+    except OSError as error:
+        raise ValueError(f"results: cannot write {target}: {error.strerror}") from error
+    os.replace(partial, target)
+
+
+def load(name):
+    """Read a document by its name in ``notebooks/results`` or by its path, and validate it."""
+    path = Path(name) if str(name).endswith(".json") else FOLDER / f"{name}.json"
+    if not path.exists():
+        known = ", ".join(sorted(p.stem for p in FOLDER.glob("*.json"))) or "none"
+        raise FileNotFoundError(f"no recorded results at {path}; recorded so far: {known}")
+    doc = json.loads(path.read_text())
+    validate(doc)
+    return doc
+
+
+def select(doc, impl=None, **case):
+    """Rows whose implementation and case fields equal the given ones."""
+    return [
+        entry
+        for entry in doc["rows"]
+        if (impl is None or entry["impl"] == impl) and all(entry["case"].get(k) == v for k, v in case.items())
+    ]
+
+
+def one(doc, impl, **case):
+    """The single row that matches; LookupError says how many did."""
+    found = select(doc, impl, **case)
+    if len(found) != 1:
+        raise LookupError(f"{len(found)} rows of {impl} match {case}; want one")
+    return found[0]
+
+
+def caption(doc):
+    """Where the numbers come from, for a caption: "recorded on NVIDIA H200, 2026-11-29"."""
+    return f"recorded on {doc['machine']['gpu'] or doc['machine']['cpu']}, {doc['recorded'][:10]}"
+
+
+def commit():
+    """The commit of this source tree, with "+" when files differ from it; None outside a git checkout."""
+    if os.environ.get("LADDER_COMMIT"):  # a copy of the tree without its .git says what it was copied from
+        return os.environ["LADDER_COMMIT"]
+    root = Path(__file__).resolve().parents[2]
+    try:
+        name = _git(root, "rev-parse", "--short=12", "HEAD")
+        return name + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(root, *args):
+    return subprocess.run(["git", "-C", root, *args], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _command():
+    """The command line of this process, as a reader would type it."""
+    program = Path(sys.argv[0])
+    if program.name == "__main__.py":
+        return shlex.join(["python", "-m", program.parent.name, *sys.argv[1:]])
+    return shlex.join(["python", program.name, *sys.argv[1:]])
+
+
+def _version(package):
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _driver():
+    try:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return None

@@ -1,0 +1,83 @@
+"""How long does it take: CUDA-event medians with rotating inputs and a flushed L2, wall time on a CPU."""
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one call: median, 20th and 80th percentile of ``runs`` calls."""
+
+    median: float
+    p20: float
+    p80: float
+    runs: int
+
+    def as_dict(self):
+        return {"median": round(self.median, 6), "p20": round(self.p20, 6), "p80": round(self.p80, 6)}
+
+
+def measure(fn, inputs, *, device, budget_ms=300.0, min_runs=3, max_runs=200, flush=True):
+    """Time ``fn(*args)``.
+
+    Args:
+        fn: the function; its result is dropped.
+        inputs: list of argument tuples; successive calls rotate through them, so that no call finds its data cached.
+        device: torch.device that the work runs on.
+        budget_ms: stop once the timed calls took this long.
+        min_runs, max_runs: bounds on the number of timed calls.
+        flush: overwrite the L2 cache before each call (CUDA); right for whatever starts from device memory.
+
+    Returns:
+        Timing. Compilation and the first call are outside it.
+    """
+    if not inputs:
+        raise ValueError("inputs is empty; want at least one tuple of arguments")
+    device = torch.device(device)
+    clock = _cuda_clock if device.type == "cuda" else _wall_clock
+    samples = clock(fn, inputs, device, budget_ms, min_runs, max_runs, flush)
+    cuts = statistics.quantiles(samples, n=5, method="inclusive") if len(samples) > 1 else samples * 4
+    return Timing(statistics.median(samples), cuts[0], cuts[-1], len(samples))
+
+
+def _wall_clock(fn, inputs, device, budget_ms, min_runs, max_runs, flush):
+    start = time.perf_counter()
+    fn(*inputs[0])
+    first = (time.perf_counter() - start) * 1e3
+    if first > 10 * budget_ms:  # the interpreter: one call says all there is to say
+        return [first]
+    samples = []
+    while len(samples) < min_runs or (sum(samples) < budget_ms and len(samples) < max_runs):
+        args = inputs[len(samples) % len(inputs)]
+        start = time.perf_counter()
+        fn(*args)
+        samples.append((time.perf_counter() - start) * 1e3)
+    return samples
+
+
+def _cuda_clock(fn, inputs, device, budget_ms, min_runs, max_runs, flush):
+    with torch.cuda.device(device):
+        for args in inputs[:2]:
+            fn(*args)
+        torch.cuda.synchronize()
+        l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        sweep = torch.empty(2 * l2_bytes if flush else 0, dtype=torch.int8, device=device)
+
+        def run(count):
+            events = []
+            for i in range(count):
+                sweep.zero_()
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                fn(*inputs[i % len(inputs)])
+                end.record()
+                events.append((begin, end))
+            torch.cuda.synchronize()
+            return [begin.elapsed_time(end) for begin, end in events]
+
+        guess = statistics.median(run(min_runs))
+        count = int(min(max_runs, max(min_runs, budget_ms / max(guess, 1e-3))))
+        return run(count)

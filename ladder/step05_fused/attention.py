@@ -1,0 +1,120 @@
+"""Launching the fused kernel: arguments checked, tile sizes chosen for the head size and the processor."""
+
+import math
+
+import torch
+
+from ladder.contract import check_attention
+
+MAX_HEAD_DIM = 256
+LOG2_E = 1.0 / math.log(2.0)
+
+
+def attention(q, k, v, *, causal=False, scale=None, return_lse=False):
+    """softmax(scale * q k^T) v in one kernel launch.
+
+    Args:
+        q: (B, Hq, Sq, D). k: (B, Hkv, Sk, D). v: (B, Hkv, Sk, Dv). float16, bfloat16 or float32, any strides, on a
+            CUDA device, or on the CPU when Triton's interpreter is on. D and Dv up to 256, powers of two or not.
+            Hq is a multiple of Hkv; query head h reads KV head h // (Hq // Hkv).
+        causal: query i sees keys j <= i + Sk - Sq (aligned to the bottom right).
+        scale: factor on the scores; None is 1/sqrt(D).
+        return_lse: also return the natural log-sum-exp of each row's scaled scores.
+
+    Returns:
+        (B, Hq, Sq, Dv) in the dtype of q; with return_lse also (B, Hq, Sq) float32.
+        Rows that see no key are 0 with log-sum-exp -inf.
+
+    Raises:
+        TypeError, ValueError: see ``ladder.contract``; also bfloat16 in the interpreter, which multiplies it wrongly.
+        NotImplementedError: head sizes above 256; gradients (step 04 is differentiable).
+
+    Source: Dao, "FlashAttention-2", algorithm 1.
+    """
+    rung = "step05_fused"
+    scale = check_attention(
+        rung, q, k, v, causal=causal, scale=scale,
+        grouped_heads=True, unequal_head_dims=True, max_head_dim=MAX_HEAD_DIM,
+    )  # fmt: skip
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise NotImplementedError(f"{rung}: forward only; use torch.no_grad(), or step04_gqa, which is differentiable")
+    kernel = _kernel(rung, q)
+
+    (batch, num_heads, seqlen_q, head_dim), (_, num_kv_heads, seqlen_k, _) = q.shape, k.shape
+    head_dim_v = v.shape[3]
+    out = q.new_empty(batch, num_heads, seqlen_q, head_dim_v)
+    lse = q.new_empty(batch, num_heads, seqlen_q, dtype=torch.float32) if return_lse else None
+    config = launch_config(head_dim, head_dim_v, q.element_size(), shared_memory(q.device))
+    num_programs = -(-seqlen_q // config["BLOCK_M"]) * num_heads * batch
+    if num_programs:
+        with torch.cuda.device_of(q):  # the launch goes to the current device
+            kernel[(num_programs,)](
+                q, k, v, out, lse, *q.stride(), *k.stride(), *v.stride(), *out.stride(),
+                num_heads, num_heads // num_kv_heads, seqlen_q, seqlen_k, abs(scale) * LOG2_E,
+                HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, IS_CAUSAL=causal, NEGATE=scale < 0, HAS_LSE=return_lse,
+                **config,
+            )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def launch_config(head_dim, head_dim_v, itemsize, shared_memory_bytes):
+    """Tile sizes, warps and pipeline stages: the largest tiles that fit this processor's registers and shared memory.
+
+    Args:
+        head_dim, head_dim_v: sizes of a query/key and of a value head.
+        itemsize: bytes of an element.
+        shared_memory_bytes: what one program may use; 227 KiB on an H100 or H200, 163 on an A100, 99 on an RTX 3090/4090.
+    """
+    block_d, block_dv = (max(16, 1 << (d - 1).bit_length()) for d in (head_dim, head_dim_v))  # next power of two
+    widest = max(block_d, block_dv)
+    hopper_sized = shared_memory_bytes >= 200 * 1024
+    if itemsize == 4:  # float32 goes through the ordinary multipliers, where small tiles keep registers free
+        block_m, block_n, num_stages = (64, 32, 1) if widest <= 64 else (32, 32, 1) if widest <= 128 else (32, 16, 1)
+    elif hopper_sized:
+        block_m, block_n, num_stages = (128, 128, 2) if widest <= 128 else (128, 64, 2)
+    else:
+        block_m, block_n, num_stages = (128, 64, 2) if head_dim == head_dim_v == widest <= 128 else (64, 32, 2)  # masks take registers
+    return dict(
+        BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_N=block_n,
+        PRECISION="ieee" if itemsize == 4 else "tf32",  # "ieee" would keep even 16-bit products off Hopper's wgmma
+        num_warps=8, num_stages=num_stages,
+    )  # fmt: skip
+
+
+def shared_memory(device):
+    """Bytes of shared memory that one program may use on ``device``; an H200's on the CPU."""
+    if device.type != "cuda":
+        return 227 * 1024
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def _kernel(rung, q):
+    """The kernel, imported on first use so that ``import ladder`` needs no Triton; checks that it can run on q."""
+    try:
+        from triton.runtime.interpreter import InterpretedFunction
+    except ImportError as error:
+        raise ImportError(f"{rung}: needs Triton (pip install triton); steps 01 to 04 run without it") from error
+    from .kernel import fused_attention_forward
+
+    interpreted = isinstance(fused_attention_forward, InterpretedFunction)
+    if q.device.type == "cpu" and not interpreted:
+        raise ValueError(
+            f"{rung}: q is on cpu; want a CUDA tensor, or Triton's interpreter: "
+            "set TRITON_INTERPRET=1 before triton is first imported"
+        )
+    if q.device.type not in ("cuda", "cpu"):
+        raise ValueError(f"{rung}: q is on {q.device}; want a CUDA tensor")
+    if interpreted and q.dtype == torch.bfloat16:
+        raise ValueError(f"{rung}: q has dtype bfloat16, which Triton's interpreter multiplies wrongly; want float16 or float32")
+    return fused_attention_forward
+
+
+def bytes_moved(problem):
+    """Bytes that one call loads and stores outside the chip's registers and shared memory: Q and the output once, K and
+    V once per query tile; L2 serves most of the repeats. Needs B, Hq, Hkv, Sq, Sk, D, Dv, itemsize, causal.
+    """
+    p, keys_loaded = problem, 0
+    block_m = launch_config(p.D, p.Dv, p.itemsize, 227 * 1024)["BLOCK_M"]
+    for q1 in range(block_m, p.Sq + block_m, block_m):
+        keys_loaded += max(0, min(p.Sk, q1 + p.Sk - p.Sq)) if p.causal else p.Sk
+    return p.itemsize * p.B * p.Hq * (p.Sq * (p.D + p.Dv) + keys_loaded * (p.D + p.Dv))
