@@ -45,13 +45,15 @@ def attention(q, k, v, *, causal=False, scale=None, return_lse=False):
     out = q.new_empty(batch, num_heads, seqlen_q, head_dim_v)
     lse = q.new_empty(batch, num_heads, seqlen_q, dtype=torch.float32) if return_lse else None
     config = launch_config(head_dim, head_dim_v, q.element_size(), shared_memory(q.device))
+    sign = 0 if abs(scale) < 1e-37 else 1 if scale > 0 else -1  # below that, float32 rounds the scale to 0
+    scale_log2 = abs(scale) * LOG2_E if sign else 1.0
     num_programs = -(-seqlen_q // config["BLOCK_M"]) * num_heads * batch
     if num_programs:
         with torch.cuda.device_of(q):  # the launch goes to the current device
             kernel[(num_programs,)](
                 q, k, v, out, lse, *q.stride(), *k.stride(), *v.stride(), *out.stride(),
-                num_heads, num_heads // num_kv_heads, seqlen_q, seqlen_k, abs(scale) * LOG2_E,
-                HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, IS_CAUSAL=causal, NEGATE=scale < 0, HAS_LSE=return_lse,
+                num_heads, num_heads // num_kv_heads, seqlen_q, seqlen_k, scale_log2,
+                HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, IS_CAUSAL=causal, SCALE_SIGN=sign, HAS_LSE=return_lse,
                 **config,
             )  # fmt: skip
     return (out, lse) if return_lse else out
