@@ -72,10 +72,18 @@ def launch_config(head_dim, head_dim_v, itemsize, shared_memory_bytes):
     hopper_sized = shared_memory_bytes >= 200 * 1024
     if itemsize == 4:  # float32 goes through the ordinary multipliers, where small tiles keep registers free
         block_m, block_n, num_stages = (64, 32, 1) if widest <= 64 else (32, 32, 1) if widest <= 128 else (32, 16, 1)
-    elif hopper_sized:
-        block_m, block_n, num_stages = (128, 128, 2) if widest <= 128 else (128, 64, 2)
-    else:
-        block_m, block_n, num_stages = (128, 64, 2) if head_dim == head_dim_v == widest <= 128 else (64, 32, 2)  # masks take registers
+    elif hopper_sized:  # measured on an H200: as many keys and stages as shared memory takes, fewer keys for small heads
+        block_m = 128
+        if widest <= 64:
+            block_n, num_stages = 64, 3
+        elif widest <= 128:
+            block_n, num_stages = 128, 3 if head_dim == head_dim_v == 128 else 2
+        else:
+            block_n, num_stages = 64, 3 if block_dv <= 128 else 2
+    elif head_dim == head_dim_v == widest <= 128:
+        block_m, block_n, num_stages = 128, 64, 2
+    else:  # padded and wide heads take more registers
+        block_m, block_n, num_stages = 64, 32, 2
     return dict(
         BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_N=block_n,
         PRECISION="ieee" if itemsize == 4 else "tf32",  # "ieee" would keep even 16-bit products off Hopper's wgmma
