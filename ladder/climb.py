@@ -13,7 +13,8 @@ from .lab.problem import MINILM, SHAPES, AttentionProblem
 
 INPUT_COPIES = 3  # a timing loop rotates through this many input sets
 RECORD_LENGTHS = (1024, 4096, 16384, 32768)
-TOKENS = 16384  # published prefill cases keep B * S at this many tokens
+TOKENS = 16384  # published prefill cases keep B * S at this many tokens or more
+MEMORY_LENGTHS = (1024, 2048, 4096, 8192, 65536)  # one sequence each, to see what grows with S and what with S^2
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ def problems(device, *, shapes=None, lengths=None, masks=(False, True), dtype=No
         for causal in (False, True):
             for length in RECORD_LENGTHS:
                 chosen.append(_synthetic("plain", length, causal, dtype, batch=max(1, TOKENS // length)))
-        return chosen + [_synthetic(name, TOKENS, True, dtype) for name in ("qwen3-moe", "deepseek-v2-lite")]
+        chosen += [_synthetic(name, TOKENS, True, dtype) for name in ("qwen3-moe", "deepseek-v2-lite")]
+        return chosen + [_synthetic("plain", length, False, dtype) for length in MEMORY_LENGTHS]
     if quick:
         small = _synthetic("plain", 1024 if on_gpu else 128, True, dtype)
         return [minilm, small if on_gpu else small.replace(Hq=2, Hkv=2)]
@@ -219,7 +221,7 @@ def _ms(value):
 
 
 def _size(count):
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
             return f"{count / factor:.3g} {unit}"
     return f"{count:.0f} B"
