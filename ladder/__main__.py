@@ -99,9 +99,9 @@ def main(argv=None):
         if args.json:
             results.write(doc, args.json)
         if args.plot:
-            from .lab import plots
+            from .lab import report
 
-            plots.climb_figure(doc).savefig(args.plot, dpi=150)
+            report.climb_figure(doc).savefig(args.plot, dpi=150)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
