@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from pathlib import Path
 
 import torch
 
@@ -34,6 +35,11 @@ def parse_args(argv=None):
 
     if args.seqlen and min(args.seqlen) < 1:
         parser.error(f"argument --seqlen: {min(args.seqlen)} is no length; want at least 1")
+    for option, target in (("--json", args.json), ("--plot", args.plot)):
+        if target and target != "-" and not Path(target).absolute().parent.is_dir():
+            parser.error(f"argument {option}: no folder {Path(target).parent} to write {Path(target).name} into")
+    if args.plot and Path(args.plot).suffix not in (".png", ".svg", ".pdf"):
+        parser.error(f"argument --plot: {args.plot!r} ends in {Path(args.plot).suffix!r}; want .png, .svg or .pdf")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: cuda was asked for, and PyTorch sees no GPU")
     if args.record and not torch.cuda.is_available():

@@ -72,6 +72,7 @@ def test_plot_writes_a_figure(known_limits, tmp_path, capsys):
         (["--seqlen", "0"], ["--seqlen", "0", "at least 1"]),
         (["--shape", "gpt2"], ["--shape", "gpt2", "minilm"]),
         (["--dtype", "float8"], ["--dtype", "float8", "bfloat16"]),
+        (["--plot", "x.txt"], ["--plot", "'.txt'", ".png"]),
     ],
 )
 def test_bad_arguments_are_named(args, words, capsys):
@@ -83,9 +84,14 @@ def test_bad_arguments_are_named(args, words, capsys):
         assert word in message
 
 
-def test_an_unwritable_target_is_an_error_that_names_it(known_limits, capsys):
-    assert cli.main([*TINY, "--rungs", "1", "--no-peers", "--json", "/no/such/folder/out.json"]) == 2
-    assert "/no/such/folder/out.json" in capsys.readouterr().err
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_target_that_cannot_be_written_is_refused_before_anything_is_measured(option, monkeypatch, capsys):
+    monkeypatch.setattr(roofline, "measure_limits", lambda *args, **kwargs: pytest.fail("measured first"))
+    with pytest.raises(SystemExit) as error:
+        cli.main([*TINY, "--rungs", "1", option, "no/such/folder/out.png"])
+    assert error.value.code == 2
+    message = capsys.readouterr().err
+    assert option in message and "no/such/folder" in message.replace("\\", "/")
 
 
 class BrokenRung:
