@@ -44,7 +44,7 @@ def attention(q, k, v, *, causal=False, scale=None, return_lse=False):
     head_dim_v = v.shape[3]
     out = q.new_empty(batch, num_heads, seqlen_q, head_dim_v)
     lse = q.new_empty(batch, num_heads, seqlen_q, dtype=torch.float32) if return_lse else None
-    config = launch_config(head_dim, head_dim_v, q.element_size(), shared_memory(q.device))
+    config = launch_config(head_dim, head_dim_v, q.element_size(), *processor(q.device))
     num_programs = -(-seqlen_q // config["BLOCK_M"]) * num_heads * batch
     if num_programs:
         with torch.cuda.device_of(q):  # the launch goes to the current device
@@ -57,19 +57,22 @@ def attention(q, k, v, *, causal=False, scale=None, return_lse=False):
     return (out, lse) if return_lse else out
 
 
-def launch_config(head_dim, head_dim_v, itemsize, shared_memory_bytes):
+def launch_config(head_dim, head_dim_v, itemsize, shared_memory_bytes, capability=(9, 0)):
     """Tile sizes, warps and pipeline stages: the largest tiles that fit this processor's registers and shared memory.
 
     Args:
         head_dim, head_dim_v: sizes of a query/key and of a value head.
         itemsize: bytes of an element.
         shared_memory_bytes: what one program may use; 227 KiB on an H100 or H200, 163 on an A100, 99 on an RTX 3090/4090.
+        capability: compute capability; a B200 (10, 0) has the shared memory of an H200 and other tensor cores.
     """
     block_d, block_dv = (max(16, 1 << (d - 1).bit_length()) for d in (head_dim, head_dim_v))  # next power of two
     widest = max(block_d, block_dv)
     hopper_sized = shared_memory_bytes >= 200 * 1024
     if itemsize == 4:  # float32 goes through the ordinary multipliers, where small tiles keep registers free
         block_m, block_n, num_stages = (64, 32, 1) if widest <= 64 else (32, 32, 1) if widest <= 128 else (32, 16, 1)
+    elif hopper_sized and capability[0] >= 10:  # scores and accumulators come out of tensor memory: larger tiles spill
+        block_m, block_n, num_stages = (128, 64, 2) if widest <= 128 else (128, 32, 2)
     elif hopper_sized:
         block_m, block_n, num_stages = (128, 128, 2) if widest <= 128 else (128, 64, 2)
     else:
@@ -81,11 +84,12 @@ def launch_config(head_dim, head_dim_v, itemsize, shared_memory_bytes):
     )  # fmt: skip
 
 
-def shared_memory(device):
-    """Bytes of shared memory that one program may use on ``device``; an H200's on the CPU."""
+def processor(device):
+    """(bytes of shared memory that one program may use, compute capability) of ``device``; an H200's on the CPU."""
     if device.type != "cuda":
-        return 227 * 1024
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        return 227 * 1024, (9, 0)
+    properties = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin, (properties.major, properties.minor)
 
 
 def _kernel(rung, q):

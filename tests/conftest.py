@@ -1,0 +1,24 @@
+"""Tests run anywhere: on the CPU kernels go through Triton's interpreter, on an NVIDIA GPU they are compiled."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ladder.lab import interpret
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS warns under deterministic algorithms
+interpret.enable_without_gpu()  # before any test module imports triton
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(config, items):
+    import torch
+
+    for item in items:
+        if item.path.parent == HERE and isinstance(item, pytest.Function):
+            item.add_marker(pytest.mark.filterwarnings("error"), append=False)
+    if not torch.cuda.is_available():
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
