@@ -135,6 +135,8 @@ def _cases():
     for Sq, Sk in ((1, 1), (1, 130), (15, 15), (17, 33), (33, 17), (64, 64), (129, 130), (70, 1)):
         for causal in (False, True):
             yield _case(f"{'causal' if causal else 'dense'} {Sq}x{Sk}", Sq, Sk, causal=causal)
+    for Sq, Sk in ((33, 34), (33, 47), (34, 33)):  # the diagonal one key past a tile's corner, one before
+        yield _case(f"causal {Sq}x{Sk}", Sq, Sk, causal=True)
     for Hq, Hkv in ((3, 1), (6, 2), (6, 1), (8, 1), (12, 2), (5, 5)):
         yield _case(f"{Hq} heads on {Hkv}", 19, 35, heads=(Hq, Hkv), causal=Hq != 6)
     for D in (1, 3, 16, 40, 64, 72, 80, 96, 128, 160, 192, 256):
@@ -151,6 +153,7 @@ def _cases():
     yield _case("bshd grouped", 21, 37, bshd, heads=(6, 2), causal=True)
     yield _case("expanded_batch", 20, 37, expanded_batch, B=3, causal=True)
     yield _case("batch of 3", 5, 37, B=3)
+    yield _case("batch of 3 grouped", 18, 21, heads=(3, 1), dims=(16, 40), B=3, causal=True)
 
     yield _case("empty batch", 5, 7, B=0)
     yield _case("no queries", 0, 7)

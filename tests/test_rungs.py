@@ -7,7 +7,7 @@ import torch
 from checks import CASES, DEVICE, can, check, compute, has_lse, small_tiles
 
 from ladder.lab.parity import Oracle, inside_nan, nan_allocations
-from ladder.lab.problem import MINILM
+from ladder.lab.problem import MINILM, AttentionProblem
 from ladder.rungs import RUNGS, find
 
 CLIMBED = [rung for rung in RUNGS if rung.number <= 5]  # later rungs bring their own matrix
@@ -64,6 +64,16 @@ def test_tile_sizes_do_not_change_the_answer(rung):
         with small_tiles(rung.attention, rows, keys) as attention:
             out = attention(q, k, v, causal=True)
         assert oracle.check(out), f"tiles {rows} x {keys}: {oracle.check(out).reason}"
+
+
+@pytest.mark.parametrize("rung", CLIMBED, ids=lambda rung: rung.name)
+def test_every_position_of_the_diagonal(rung):
+    """Sk - Sq from below -tile to above +tile: the diagonal meets every corner of a tile."""
+    for offset in range(-18, 19):
+        q, k, v = AttentionProblem(Hq=1, Hkv=1, Sq=33, Sk=33 + offset, D=16, Dv=16, causal=True).make(DEVICE)
+        with small_tiles(rung.attention) as attention:
+            parity = Oracle(q, k, v, causal=True).check(attention(q, k, v, causal=True))
+        assert parity, f"Sk - Sq = {offset}: {parity.reason}"
 
 
 @pytest.mark.parametrize("rung", CLIMBED, ids=lambda rung: rung.name)

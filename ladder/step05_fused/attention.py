@@ -69,18 +69,23 @@ def launch_config(head_dim, head_dim_v, itemsize, shared_memory_bytes, capabilit
     block_d, block_dv = (max(16, 1 << (d - 1).bit_length()) for d in (head_dim, head_dim_v))  # next power of two
     widest = max(block_d, block_dv)
     hopper_sized = shared_memory_bytes >= 200 * 1024
+    num_warps, num_stages = 8, 2
     if itemsize == 4:  # float32 goes through the ordinary multipliers, where small tiles keep registers free
-        block_m, block_n, num_stages = (64, 32, 1) if widest <= 64 else (32, 32, 1) if widest <= 128 else (32, 16, 1)
-    elif hopper_sized and capability[0] >= 10:  # scores and accumulators come out of tensor memory: larger tiles spill
-        block_m, block_n, num_stages = (128, 64, 2) if widest <= 128 else (128, 32, 2)
+        block_m, block_n = (64, 32) if widest <= 64 else (32, 32) if widest <= 128 else (32, 16)
+        num_stages = 1
+    elif hopper_sized and capability[0] >= 10:  # Blackwell's accumulators live in tensor memory; larger tiles spill
+        block_m, block_n = (128, 64) if widest <= 128 else (128, 32)
     elif hopper_sized:
-        block_m, block_n, num_stages = (128, 128, 2) if widest <= 128 else (128, 64, 2)
-    else:
-        block_m, block_n, num_stages = (128, 64, 2) if head_dim == head_dim_v == widest <= 128 else (64, 32, 2)  # masks take registers
+        block_m, block_n = (128, 128) if widest <= 128 else (128, 64)
+    elif head_dim == head_dim_v == widest <= 128:
+        block_m, block_n = 128, 64
+    else:  # masks over the head size take registers
+        block_m, block_n = 64, 32
+        num_warps = 4 if widest <= 128 else 8
     return dict(
         BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_N=block_n,
         PRECISION="ieee" if itemsize == 4 else "tf32",  # "ieee" would keep even 16-bit products off Hopper's wgmma
-        num_warps=8, num_stages=num_stages,
+        num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
 
 
