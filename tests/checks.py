@@ -142,7 +142,7 @@ def _cases():
     for D in (1, 3, 16, 40, 64, 72, 80, 96, 128, 160, 192, 256):
         yield _case(f"head size {D}", 18, 37, heads=(1, 1), dims=(D, D), causal=D % 3 == 0)
     for dims in ((192, 128), (64, 128), (40, 16), (8, 72)):
-        yield _case("head sizes %d and %d" % dims, 18, 37, heads=(2, 1), dims=dims, causal=True)
+        yield _case(f"head sizes {dims[0]} and {dims[1]}", 18, 37, heads=(2, 1), dims=dims, causal=True)
     yield _case("head size 576 and 512", 5, 20, heads=(4, 1), dims=(576, 512))
 
     for layout in (bshd, in_nan, every_other_token, dims_first, every_third_dim, odd_offset, packed_qkv,

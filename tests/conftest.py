@@ -17,8 +17,9 @@ def pytest_collection_modifyitems(config, items):
     import torch
 
     for item in items:
-        if item.path.parent == HERE and isinstance(item, pytest.Function):
-            item.add_marker(pytest.mark.filterwarnings("error"), append=False)
+        ours = item.path.parent == HERE and isinstance(item, pytest.Function)
+        if ours and not item.get_closest_marker("filterwarnings"):
+            item.add_marker(pytest.mark.filterwarnings("error"))
     if not torch.cuda.is_available():
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]

@@ -37,7 +37,9 @@ def test_step05_compiles_for(target):
 
 
 def test_targets():
-    assert set(TARGETS) <= set(SHARED_MEMORY_LIMIT) and set(compile_matrix.TARGETS) <= set(SHARED_MEMORY_LIMIT)
+    assert set(TARGETS) <= set(SHARED_MEMORY_LIMIT) and set(compile_matrix.TARGETS) <= set(
+        SHARED_MEMORY_LIMIT
+    )
     assert [capability(t) for t in ("sm_80", "sm_90a", "sm_120")] == [(8, 0), (9, 0), (12, 0)]
     for bad in ("90", "sm_9", "cuda", "sm_90b"):
         with pytest.raises(ValueError, match=f"target is '{bad}'; want 'sm_90' or the like"):
@@ -81,7 +83,11 @@ def test_cases_are_launches_as_attention_makes_them(monkeypatch):
         assert len(launch_args) == len(args)
         for ours, theirs in zip(args, launch_args):
             if isinstance(theirs, torch.Tensor):
-                assert (ours.shape, ours.dtype, ours.stride()) == (theirs.shape, theirs.dtype, theirs.stride())
+                assert (ours.shape, ours.dtype, ours.stride()) == (
+                    theirs.shape,
+                    theirs.dtype,
+                    theirs.stride(),
+                )
             elif isinstance(theirs, float):
                 assert ours == pytest.approx(theirs)
             else:
@@ -98,17 +104,35 @@ def test_launch_config_is_made_of_powers_of_two_that_cover_the_head(shared_memor
         for head_dim_v in {head_dim, 128}:
             for itemsize in (2, 4):
                 config = launch_config(head_dim, head_dim_v, itemsize, shared_memory, major_minor)
-                for key, least in (("BLOCK_D", max(16, head_dim)), ("BLOCK_DV", max(16, head_dim_v)), ("BLOCK_M", 16), ("BLOCK_N", 16)):
-                    assert config[key] & (config[key] - 1) == 0 and least <= config[key], (head_dim, head_dim_v, key)
+                for key, least in (
+                    ("BLOCK_D", max(16, head_dim)),
+                    ("BLOCK_DV", max(16, head_dim_v)),
+                    ("BLOCK_M", 16),
+                    ("BLOCK_N", 16),
+                ):
+                    assert config[key] & (config[key] - 1) == 0 and least <= config[key], (
+                        head_dim,
+                        head_dim_v,
+                        key,
+                    )
                 assert config["BLOCK_D"] < 2 * max(16, head_dim)
-                pipeline = itemsize * config["BLOCK_N"] * (config["BLOCK_D"] + config["BLOCK_DV"]) * config["num_stages"]
+                pipeline = (
+                    itemsize
+                    * config["BLOCK_N"]
+                    * (config["BLOCK_D"] + config["BLOCK_DV"])
+                    * config["num_stages"]
+                )
                 assert pipeline <= shared_memory, (head_dim, head_dim_v, config)
 
 
 def without_interpreter(code):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(p for p in (str(compile_matrix.ROOT), os.environ.get("PYTHONPATH")) if p)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=compile_matrix.ROOT)
+    environment["PYTHONPATH"] = os.pathsep.join(
+        p for p in (str(compile_matrix.ROOT), os.environ.get("PYTHONPATH")) if p
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=compile_matrix.ROOT
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -193,7 +217,12 @@ def test_matrix_fails_on_spills_and_on_nothing(monkeypatch, capsys, tmp_path):
     good = {"rung": "step05_fused", "case": "good", "target": "sm_90", "registers": 100, "spills": 0, "shared": 1024,
             "HMMA": 0, "HGMMA": 32, "UTCHMMA": 0, "problem": None}  # fmt: skip
     spilled = {**good, "case": "bad", "spills": 9, "problem": "spills: 4 stores, 3 loads, 2 bytes"}
-    broken = {"rung": "step05_fused", "case": "broken", "target": "sm_90", "problem": "does not compile: boom"}
+    broken = {
+        "rung": "step05_fused",
+        "case": "broken",
+        "target": "sm_90",
+        "problem": "does not compile: boom",
+    }
     status, out = run_matrix(monkeypatch, capsys, [good], "--json", str(tmp_path / "rows.json"))
     assert status == 0 and re.search(r"1 kernels, 0 that must not ship", out)
     assert json.loads((tmp_path / "rows.json").read_text()) == [{"triton": "installed", **good}]

@@ -111,7 +111,13 @@ def test_only_the_order_of_checks_decides_which_error():
 
 def ragged(**changes):
     q, k, v = (x[0].transpose(0, 1) for x in (Q, K, V))
-    call = {"q": q, "k": k, "v": v, "cu_seqlens_q": torch.tensor([0, 1, 4]), "cu_seqlens_k": torch.tensor([0, 0, 5])}
+    call = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "cu_seqlens_q": torch.tensor([0, 1, 4]),
+        "cu_seqlens_k": torch.tensor([0, 0, 5]),
+    }
     call.update(changes)
     return lambda: find(4).module.attention_varlen(**call)
 

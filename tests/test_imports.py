@@ -26,7 +26,11 @@ def python(code, **environment):
     inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env={**inherited, "PYTHONPATH": path, **environment}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**inherited, "PYTHONPATH": path, **environment},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -58,7 +62,11 @@ except ImportError as error:
 
 
 def test_the_instruments_import_without_triton():
-    names = [p.stem for p in (ROOT / "ladder" / "lab").glob("*.py") if p.stem not in ("__init__", "plots", "widgets")]
+    names = [
+        p.stem
+        for p in (ROOT / "ladder" / "lab").glob("*.py")
+        if p.stem not in ("__init__", "plots", "widgets")
+    ]
     assert {"compile", "compile_matrix", "interpret", "parity", "peers", "problem", "timing"} <= set(names)
     code = "\n".join(f"import ladder.lab.{name}" for name in names)
     python(WITHOUT_TRITON + code + "\nfrom ladder.lab.interpret import has_triton\nprint('imported')")
@@ -87,7 +95,12 @@ print("same")
 
 
 def test_import_ladder_needs_not_even_torch():
-    assert python("import sys, ladder, ladder.rungs; print(sorted({'torch', 'triton', 'numpy'} & set(sys.modules)))").strip() == "[]"
+    assert (
+        python(
+            "import sys, ladder, ladder.rungs; print(sorted({'torch', 'triton', 'numpy'} & set(sys.modules)))"
+        ).strip()
+        == "[]"
+    )
 
 
 def test_step05_on_the_cpu_without_the_interpreter_says_what_to_do():
@@ -103,7 +116,9 @@ except ValueError as error:
     print(error)
 """
     )
-    assert out.startswith("step05_fused: q is on cpu; want a CUDA tensor, or Triton's interpreter: set TRITON_INTERPRET=1")
+    assert out.startswith(
+        "step05_fused: q is on cpu; want a CUDA tensor, or Triton's interpreter: set TRITON_INTERPRET=1"
+    )
 
 
 def test_every_module_has_a_docstring():

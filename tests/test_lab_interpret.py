@@ -6,7 +6,9 @@ from test_imports import python
 from ladder.lab import interpret
 
 
-@pytest.mark.parametrize("value, on", [("1", True), ("true", True), ("ON", True), ("0", False), ("", False), ("no", False)])
+@pytest.mark.parametrize(
+    "value, on", [("1", True), ("true", True), ("ON", True), ("0", False), ("", False), ("no", False)]
+)
 def test_is_enabled(monkeypatch, value, on):
     monkeypatch.setenv("TRITON_INTERPRET", value)
     assert interpret.is_enabled() is on
@@ -49,7 +51,10 @@ assert not interpret.is_enabled()
 
 def test_enable_is_no_error_when_the_user_chose_it_already():
     pytest.importorskip("triton")
-    assert python("import triton; from ladder.lab import interpret; interpret.enable(); print('fine')", TRITON_INTERPRET="1")
+    assert python(
+        "import triton; from ladder.lab import interpret; interpret.enable(); print('fine')",
+        TRITON_INTERPRET="1",
+    )
 
 
 def test_without_gpu():
@@ -61,4 +66,9 @@ def test_without_gpu():
 
 
 def test_has_triton_does_not_import_it():
-    assert python("import sys; from ladder.lab.interpret import has_triton; has_triton(); print('triton' in sys.modules)").strip() == "False"
+    assert (
+        python(
+            "import sys; from ladder.lab.interpret import has_triton; has_triton(); print('triton' in sys.modules)"
+        ).strip()
+        == "False"
+    )

@@ -62,7 +62,13 @@ def test_refuses_shape_and_dtype(solved):
 def test_refuses_a_wrong_lse(solved):
     oracle, out, lse = solved
     seen = torch.isfinite(lse)
-    for wrong in (lse + 0.1, lse / 0.6931, torch.where(seen, lse, 0.0), torch.where(seen, lse, -1e4), lse * float("nan")):
+    for wrong in (
+        lse + 0.1,
+        lse / 0.6931,
+        torch.where(seen, lse, 0.0),
+        torch.where(seen, lse, -1e4),
+        lse * float("nan"),
+    ):
         parity = oracle.check(out, wrong)
         assert not parity and parity.reason.startswith("lse error")
     assert oracle.check(out, torch.where(seen, lse, -float("inf")))
@@ -124,7 +130,10 @@ def test_nan_allocations_fill_and_come_back():
         assert torch.empty(100).isnan().all()
         assert torch.zeros(3).new_empty(5, dtype=torch.float16).isnan().all()
         assert torch.empty_like(torch.zeros(4, device=DEVICE)).isnan().all()
-    assert before == (torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory)
+    assert before == (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+    )
     with pytest.raises(KeyError), nan_allocations():
         raise KeyError
     assert before[0] == torch.are_deterministic_algorithms_enabled()

@@ -21,7 +21,10 @@ def test_visible_pairs(Sq, Sk, causal):
 
 
 def test_min_bytes_are_those_of_the_tensors():
-    for p in (AttentionProblem(B=2, Hq=6, Hkv=3, Sq=5, Sk=7, D=10, Dv=4), AttentionProblem(dtype="float32", Sq=3, Sk=9)):
+    for p in (
+        AttentionProblem(B=2, Hq=6, Hkv=3, Sq=5, Sk=7, D=10, Dv=4),
+        AttentionProblem(dtype="float32", Sq=3, Sk=9),
+    ):
         tensors = p.make()
         out = p.B * p.Hq * p.Sq * p.Dv * p.itemsize
         assert p.min_bytes == sum(x.numel() * x.element_size() for x in tensors) + out
@@ -81,7 +84,9 @@ def test_reference_is_sdpa_in_float64(causal, heads):
     out, lse = reference(q, k, v, causal=causal, scale=0.3)
     k64, v64 = (x.double().repeat_interleave(heads[0] // heads[1], dim=1) for x in (k, v))
     mask = torch.ones(9, 14, dtype=torch.bool, device=DEVICE).tril(5) if causal else None
-    expected = torch.nn.functional.scaled_dot_product_attention(q.double(), k64, v64, attn_mask=mask, scale=0.3)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q.double(), k64, v64, attn_mask=mask, scale=0.3
+    )
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     scores = 0.3 * q.double() @ k64.transpose(2, 3)
     if causal:
@@ -99,5 +104,6 @@ def test_reference_in_chunks_and_rows():
     rows = torch.tensor([0, 10, 29])
     some, some_lse = reference(q, k, v, causal=True, rows=rows)
     torch.testing.assert_close(some, whole[:, :, rows.to(DEVICE)], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(some_lse, whole_lse[:, :, rows.to(DEVICE)], rtol=1e-12, atol=1e-12)
     assert (whole[:, :, :10] == 0).all() and torch.isneginf(whole_lse[:, :, :10]).all()
     assert torch.isfinite(whole_lse[:, :, 10:]).all()

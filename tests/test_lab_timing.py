@@ -1,14 +1,11 @@
-"""The clock: medians, rotation of inputs, limits on runs; the roofline that is measured with it."""
+"""The clock: medians, rotation of inputs, limits on the number of runs."""
 
-import math
 import time
 
 import pytest
 import torch
-from checks import DEVICE
 
-from ladder.lab import roofline, timing
-from ladder.lab.roofline import Limits, measure_limits
+from ladder.lab import timing
 from ladder.lab.timing import Timing, measure
 
 CPU = torch.device("cpu")
@@ -51,7 +48,9 @@ def test_bounds_on_runs(monkeypatch):
 
 def test_inputs_rotate():
     seen = []
-    measure(lambda x, y: seen.append((x, y)), [(1, 2), (3, 4), (5, 6)], device=CPU, budget_ms=1000, max_runs=5)
+    measure(
+        lambda x, y: seen.append((x, y)), [(1, 2), (3, 4), (5, 6)], device=CPU, budget_ms=1000, max_runs=5
+    )
     assert seen == [(1, 2), (1, 2), (3, 4), (5, 6), (1, 2), (3, 4)]
 
 
@@ -63,36 +62,3 @@ def test_real_time_is_measured():
 def test_no_inputs():
     with pytest.raises(ValueError, match="inputs is empty; want at least one tuple"):
         measure(lambda: None, [], device=CPU)
-
-
-def test_the_binding_limit():
-    limits = Limits(matmul_tflops=800.0, read_tbs=4.0, copy_tbs=3.5)
-    assert limits.ridge == 200.0
-    assert limits.bound(8e12, 1e9) == (pytest.approx(10.0), "compute")
-    assert limits.bound(8e9, 4e9) == (pytest.approx(1.0), "memory")
-    assert limits.bound(200.0 * 4e9, 4e9)[1] == "compute"  # on the ridge
-    assert limits.as_dict() == {"matmul_tflops": 800.0, "read_tbs": 4.0, "copy_tbs": 3.5}
-
-
-def test_limits_count_work_and_bytes(monkeypatch):
-    """With every call taking one millisecond, the limits are the work that was done."""
-    work = []
-
-    def one_ms(fn, inputs, **options):
-        work.append(fn(*inputs[0]))
-        return Timing(1.0, 1.0, 1.0, 1)
-
-    monkeypatch.setattr(roofline, "measure", one_ms)
-    limits = measure_limits(CPU, quick=True)
-    product, copied, rows = work
-    assert limits.matmul_tflops == pytest.approx(2 * product.shape[0] ** 3 / 1e9)
-    assert limits.copy_tbs == pytest.approx(2 * copied.numel() * 4 / 1e9)
-    assert float(rows.sum()) == copied.numel()  # every byte was read
-    assert limits.read_tbs == pytest.approx(max(copied.numel() * 4 / 1e9, limits.copy_tbs))
-
-
-@pytest.mark.slow
-def test_limits_of_this_machine():
-    limits = measure_limits(DEVICE, quick=True)
-    assert all(math.isfinite(x) and x > 0 for x in limits.as_dict().values())
-    assert 1e-4 < limits.matmul_tflops < 1e4 and 1e-4 < limits.copy_tbs <= limits.read_tbs < 100

@@ -128,7 +128,9 @@ def plant(tmp_path, monkeypatch):
         shutil.copytree(source, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
         file = tmp_path / package / mutant.file
         text = file.read_text()
-        assert text.count(mutant.old) == mutant.times, f"the text to change stands {text.count(mutant.old)} times in {mutant.file}"
+        assert text.count(mutant.old) == mutant.times, (
+            f"the text to change stands {text.count(mutant.old)} times in {mutant.file}"
+        )
         assert mutant.old != mutant.new
         file.write_text(text.replace(mutant.old, mutant.new))
         importlib.invalidate_caches()
@@ -168,15 +170,32 @@ def test_bug_is_caught(plant, mutant):
     module = plant(mutant)
     with pytest.raises(AssertionError) as caught:
         check_mutant(module, mutant.case)
-    assert any(word in str(caught.value) for word in ("max error", "not finite", "lse", "not 0", "log-sum-exp")), caught.value
+    assert any(
+        word in str(caught.value) for word in ("max error", "not finite", "lse", "not 0", "log-sum-exp")
+    ), caught.value
 
 
 @pytest.mark.parametrize("rung", range(1, 6))
 def test_a_copy_without_a_bug_passes(plant, rung):
     """The control: what catches the mutants is the bug, not the copying."""
-    harmless = {1: "(q * scale) @", 2: "acc = q.new_zeros", 3: "acc *= rescale", 4: "acc *= rescale", 5: "acc = acc * rescale"}
+    harmless = {
+        1: "(q * scale) @",
+        2: "acc = q.new_zeros",
+        3: "acc *= rescale",
+        4: "acc *= rescale",
+        5: "acc = acc * rescale",
+    }
     old = harmless[rung]
-    module = plant(Mutant(rung, "none", old, f"{old.replace(' ', '  ', 1)}", "", "kernel.py" if rung == 5 else "attention.py"))
+    module = plant(
+        Mutant(
+            rung,
+            "none",
+            old,
+            f"{old.replace(' ', '  ', 1)}",
+            "",
+            "kernel.py" if rung == 5 else "attention.py",
+        )
+    )
     assert module.attention is not find(rung).attention
     for case in sorted({m.case for m in MUTANTS if m.rung == rung}):
         check_mutant(module, case)

@@ -153,14 +153,22 @@ def test_ragged_batch(name, causal, index_dtype):
     step04 = find(4).module
     with nan_allocations():
         out, lse = step04.attention_varlen(
-            q, k, v, starts(lengths_q, index_dtype), starts(lengths_k, index_dtype), causal=causal, return_lse=True
+            q,
+            k,
+            v,
+            starts(lengths_q, index_dtype),
+            starts(lengths_k, index_dtype),
+            causal=causal,
+            return_lse=True,
         )
     assert out.shape == (sum(lengths_q), 6, 8) and out.dtype == q.dtype
     assert lse.shape == (6, sum(lengths_q)) and lse.dtype == torch.float32
     i = j = 0
     for Sq, Sk in zip(lengths_q, lengths_k):
         one = [x.transpose(0, 1)[None] for x in (q[i : i + Sq], k[j : j + Sk], v[j : j + Sk])]
-        parity = Oracle(*one, causal=causal).check(out[i : i + Sq].transpose(0, 1)[None], lse[None, :, i : i + Sq])
+        parity = Oracle(*one, causal=causal).check(
+            out[i : i + Sq].transpose(0, 1)[None], lse[None, :, i : i + Sq]
+        )
         assert parity, f"sequence of {Sq} x {Sk}: {parity.reason}"
         i, j = i + Sq, j + Sk
 

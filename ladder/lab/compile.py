@@ -107,14 +107,17 @@ def compile_for(target, kernel, *args, **kwargs):
 
     major, minor = capability(target)
     if not hasattr(kernel, "warmup") or type(kernel).__name__ == "InterpretedFunction":
-        raise ValueError(f"kernel {kernel} runs in Triton's interpreter; want it imported with TRITON_INTERPRET unset")
+        raise ValueError(
+            f"kernel {kernel} runs in Triton's interpreter; want it imported with TRITON_INTERPRET unset"
+        )
 
     def stand_in(value):
         return MockTensor(value.dtype) if hasattr(value, "data_ptr") else value
 
     driver = triton.runtime.driver
-    before = driver._active  # None where no driver was needed yet; asking for the default would fail without a GPU
-    caches = kernel.device_caches  # a kernel remembers the target it met first, so each target gets caches of its own
+    # The active driver is None where none was needed yet; asking for the default would fail without a GPU.
+    # A kernel remembers the target that it met first, so each target gets caches of its own.
+    before, caches = driver._active, kernel.device_caches
     driver.set_active(_StandInDriver(10 * major + minor))
     kernel.device_caches = defaultdict(kernel.create_binder)
     try:
