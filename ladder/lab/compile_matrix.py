@@ -21,7 +21,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from importlib import util
 from pathlib import Path
@@ -123,14 +122,14 @@ def install(version, cache):
     """
     folder = Path(cache).resolve() / f"triton-{version}"
     if not (folder / f"triton-{version}.dist-info").exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as partial:  # renamed when whole
-            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", partial]
-            done = subprocess.run([*command, f"triton=={version}"], capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"pip could not install triton {version}: {done.stderr.strip()[-1000:]}")
-            shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(partial, folder, symlinks=True)
+        partial = folder.with_name(f"{folder.name}.partial{os.getpid()}")
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(partial)]
+        done = subprocess.run([*command, f"triton=={version}"], capture_output=True, text=True)
+        if done.returncode:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise RuntimeError(f"pip could not install triton {version}: {done.stderr.strip()[-1000:]}")
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)  # it appears when it is whole
     return folder
 
 

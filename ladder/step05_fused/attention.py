@@ -74,7 +74,7 @@ def launch_config(head_dim, head_dim_v, itemsize, shared_memory_bytes, capabilit
         block_m, block_n = (64, 32) if widest <= 64 else (32, 32) if widest <= 128 else (32, 16)
         num_stages = 1
     elif widest > 64 and (head_dim % 16 or head_dim_v % 16):  # no wide loads: registers hold an address an element
-        block_m, block_n = (64, 64 if hopper_sized else 32) if widest <= 128 else (64 if capability[0] == 9 else 32, 16)
+        block_m, block_n = (64, 64 if hopper_sized else 32) if widest <= 128 else (32, 16)
     elif hopper_sized and capability[0] >= 10:  # Blackwell's accumulators live in tensor memory; larger tiles spill
         block_m, block_n = (128, 64) if widest <= 128 else (128, 32)
     elif hopper_sized:
