@@ -31,7 +31,7 @@ def attention(q, k, v, *, causal=False, scale=None, return_lse=False, tile_q=TIL
     scale = check_attention(
         "step04_gqa", q, k, v, causal=causal, scale=scale, grouped_heads=True, unequal_head_dims=True
     )
-    (batch, num_heads, seqlen_q, _), (_, num_kv_heads, seqlen_k, _) = q.shape, k.shape
+    (batch, num_heads, seqlen_q, head_dim), (_, num_kv_heads, seqlen_k, _) = q.shape, k.shape
     group = num_heads // num_kv_heads if num_kv_heads else 1
     head_dim_v, offset = v.shape[3], seqlen_k - seqlen_q
     out = q.new_empty(batch, num_heads, seqlen_q, head_dim_v)
@@ -39,7 +39,8 @@ def attention(q, k, v, *, causal=False, scale=None, return_lse=False, tile_q=TIL
 
     for q0 in range(0, seqlen_q, tile_q):
         q1 = min(q0 + tile_q, seqlen_q)
-        q_tile = (q[:, :, q0:q1].float() * scale).reshape(batch, num_kv_heads, group * (q1 - q0), -1)  # heads become rows
+        q_tile = q[:, :, q0:q1].float() * scale
+        q_tile = q_tile.reshape(batch, num_kv_heads, group * (q1 - q0), head_dim)  # heads become rows
         rows = q_tile.shape[:3]
 
         row_max = q.new_full(rows, float("-inf"), dtype=torch.float32)
