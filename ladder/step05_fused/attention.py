@@ -44,25 +44,9 @@ def attention(q, k, v, *, causal=False, scale=None, return_lse=False):
     head_dim_v = v.shape[3]
     out = q.new_empty(batch, num_heads, seqlen_q, head_dim_v)
     lse = q.new_empty(batch, num_heads, seqlen_q, dtype=torch.float32) if return_lse else None
-        block_m, block_n = (64, 32) if widest <= 64 else (32, 32) if widest <= 128 else (32, 16)
-        num_stages = 1
-    elif widest > 64 and (head_dim % 16 or head_dim_v % 16):  # no wide loads: registers hold an address an element
-        block_m, block_n = (64, 64 if hopper_sized else 32) if widest <= 128 else (32, 16)
-    elif hopper_sized and capability[0] >= 10:  # Blackwell's accumulators live in tensor memory; larger tiles spill
-        block_m, block_n = (128, 64) if widest <= 128 else (128, 32)
-    elif hopper_sized:  # measured on an H200: fewer keys for small heads, a third stage wherever it fits and pays
-        block_m = 128
-        if widest <= 64:
-            block_n, num_stages = 64, 3
-        elif widest <= 128:
-            block_n, num_stages = 128, 3 if head_dim == head_dim_v == 128 else 2
-        else:
-            block_n, num_stages = 64, 3 if block_dv <= 128 else 2
-    elif head_dim == head_dim_v == widest <= 128:
-        block_m, block_n = 128, 64
-    else:  # masks over the head size take registers
-        block_m, block_n = 64, 32
-        num_warps = 4 if widest <= 128 else 8
+    config = launch_config(head_dim, head_dim_v, q.element_size(), *processor(q.device))
+    sign = 0 if abs(scale) < 1e-37 else 1 if scale > 0 else -1  # below that, float32 rounds the scale to 0
+    scale_log2 = abs(scale) * LOG2_E if sign else 1.0
     num_programs = -(-seqlen_q // config["BLOCK_M"]) * num_heads * batch
     if num_programs:
         with torch.cuda.device_of(q):  # the launch goes to the current device
@@ -89,35 +73,21 @@ def launch_config(head_dim, head_dim_v, itemsize, shared_memory_bytes, capabilit
     hopper_sized = shared_memory_bytes >= 200 * 1024
     num_warps, num_stages = 8, 2
     if itemsize == 4:  # float32 goes through the ordinary multipliers, where small tiles keep registers free
-<<<<<<< HEAD
-        block_m, block_n, num_stages = (64, 32, 1) if widest <= 64 else (32, 32, 1) if widest <= 128 else (32, 16, 1)
-    elif hopper_sized:  # measured on an H200: as many keys and stages as shared memory takes, fewer keys for small heads
-        block_m = 128
-        if widest <= 64:
-            block_n, num_stages = 64, 3
-        elif widest <= 128:
-            block_n, num_stages = 128, 3 if head_dim == head_dim_v == 128 else 2
-        else:
-            block_n, num_stages = 64, 3 if block_dv <= 128 else 2
-    elif head_dim == head_dim_v == widest <= 128:
-        block_m, block_n, num_stages = 128, 64, 2
-    else:  # padded and wide heads take more registers
-        block_m, block_n, num_stages = 64, 32, 2
-=======
         block_m, block_n = (64, 32) if widest <= 64 else (32, 32) if widest <= 128 else (32, 16)
         num_stages = 1
     elif widest > 64 and (head_dim % 16 or head_dim_v % 16):  # no wide loads: registers hold an address an element
         block_m, block_n = (64, 64 if hopper_sized else 32) if widest <= 128 else (32, 16)
     elif hopper_sized and capability[0] >= 10:  # Blackwell's accumulators live in tensor memory; larger tiles spill
         block_m, block_n = (128, 64) if widest <= 128 else (128, 32)
-    elif hopper_sized:
-        block_m, block_n = (128, 128) if widest <= 128 else (128, 64)
+    elif hopper_sized:  # measured on an H200: a third stage wherever it fits
+        block_m = 128
+        block_n = 128 if head_dim == head_dim_v == 128 else 64
+        num_stages = 3 if block_dv <= 128 else 2
     elif head_dim == head_dim_v == widest <= 128:
         block_m, block_n = 128, 64
     else:  # masks over the head size take registers
         block_m, block_n = 64, 32
         num_warps = 4 if widest <= 128 else 8
->>>>>>> tests
     return dict(
         BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_N=block_n,
         PRECISION="ieee" if itemsize == 4 else "tf32",  # "ieee" would keep even 16-bit products off Hopper's wgmma

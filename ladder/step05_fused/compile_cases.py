@@ -55,7 +55,7 @@ def compile_cases(shared_memory_bytes, capability, *, thorough=False):
             HEAD_DIM=head_dim,
             HEAD_DIM_V=head_dim_v,
             IS_CAUSAL=causal,
-            NEGATE=False,
+            SCALE_SIGN=1,
             HAS_LSE=causal,
             **options,
         )
