@@ -114,13 +114,13 @@ def decode_config(head_dim, head_dim_v, q_len, page_size, itemsize):
     """Tile sizes and warps. Tiles divide the pages where they can, so that one lookup serves a tile."""
     block_d, block_dv = (max(16, 1 << (d - 1).bit_length()) for d in (head_dim, head_dim_v))
     widest = max(block_d, block_dv)
-    block_n = 32 if itemsize == 4 or widest > 128 else 64
+    block_n = (32 if widest <= 64 else 16) if itemsize == 4 else 64 if widest <= 128 else 32
     if 16 <= page_size < block_n and page_size & (page_size - 1) == 0:
         block_n = page_size
     block_m = min(16 if itemsize == 4 else 64, max(16, 1 << (q_len - 1).bit_length()) if q_len else 16)
     return dict(
         BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_N=block_n,
-        PRECISION="ieee" if itemsize == 4 else "tf32", num_warps=4, num_stages=2 if itemsize == 4 else 3,
+        PRECISION="ieee" if itemsize == 4 else "tf32", num_warps=4, num_stages=2 if itemsize == 4 else 4,  # one stage is the page lookup
     )  # fmt: skip
 
 

@@ -1,0 +1,2 @@
+"""placeholder"""
+from .attention import *
