@@ -52,7 +52,7 @@ def attention(q, k, v, *, causal=False, scale=None, return_lse=False, out=None, 
                 *q.stride(), *k.stride(), *v.stride(), *out.stride(), 0, 0,
                 num_tiles, num_heads, num_heads // num_kv_heads, batch, seqlen_q, seqlen_k, seqlen_q, _scale_log2(scale),
                 HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, PAGE_SIZE=0, CAUSAL=causal, SIGN=_sign(scale),
-                HAS_LSE=return_lse, RAGGED=False, TOP_K=0, **config,
+                HAS_LSE=return_lse, RAGGED=False, TOP_K=0, ALIGNED=aligned(k, v), **config,
             )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -248,14 +248,15 @@ def _decode(
         workspace.reserve(part_rows * (head_dim_v + 1), groups)
         partials, part_lse, counters = workspace.partials, workspace.partials[part_rows * head_dim_v :], workspace.counters
     merge_rows = min(block_m, 1 << (rows - 1).bit_length())
+    merge_dv = min(config["BLOCK_DV"], 8192 // merge_rows)
     with torch.cuda.device_of(q):
         kernel[(groups * num_kv_splits,)](
             q, k_cache, v_cache, block_table, seq_lens, out, lse, partials, part_lse, counters,
             *q.stride(), *k_cache.stride(), *v_cache.stride(), *out.stride(), *block_table.stride(),
             num_kv_heads, q_len, capacity, num_kv_splits, _scale_log2(scale),
             GROUP=group, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, PAGE_SIZE=page_size, V_IS_K=latent,
-            SPLIT=num_kv_splits > 1, MERGE_ROWS=merge_rows, MERGE_SPLITS=max(1, 8192 // (merge_rows * config["BLOCK_DV"])),
-            SIGN=_sign(scale), HAS_LSE=return_lse, **config,
+            SPLIT=num_kv_splits > 1, MERGE_ROWS=merge_rows, MERGE_DV=merge_dv, MERGE_SPLITS=8192 // (merge_rows * merge_dv),
+            ALIGNED=aligned(k_cache, v_cache), SIGN=_sign(scale), HAS_LSE=return_lse, **config,
         )  # fmt: skip
     return lse
 
@@ -292,7 +293,7 @@ def _packed_prefill(q, k, v, cu_q, cu_k, block_table, seq_lens, causal, scale, r
                 num_tiles, num_heads, num_heads // num_kv_heads, num_seqs, 0,
                 block_table.shape[1] * page_size if paged else 0, total_q, _scale_log2(scale),
                 HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, PAGE_SIZE=page_size, CAUSAL=causal, SIGN=_sign(scale),
-                HAS_LSE=return_lse, RAGGED=True, TOP_K=top_k, **config,
+                HAS_LSE=return_lse, RAGGED=True, TOP_K=top_k, ALIGNED=aligned(k, v), **config,
             )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -332,7 +333,7 @@ def decode_config(head_dim, head_dim_v, rows, page_size, itemsize, shared_memory
     block_m = max(16, min(64, 1 << (max(1, rows) - 1).bit_length()))
     if itemsize == 4:
         block_m, block_n = 16, 32 if widest <= 64 else 16
-        num_warps, num_stages = 4, 1
+        num_warps, num_stages = 4 if widest <= 128 else 8, 1
     elif widest > 256:
         block_n, num_warps, num_stages = (32, 4, 3) if block_m <= 32 else (64, 8, 2)
         if shared_memory_bytes < 200 * 1024:
@@ -351,6 +352,15 @@ def split_head(head_dim):
     block = whole // 2
     tail = max(16, 1 << (head_dim - block - 1).bit_length()) if head_dim > block else 0
     return (block, tail) if block >= 16 and 0 < tail and block + tail < whole else (whole, 0)
+
+
+def aligned(k, v):
+    """Elements of 16 bytes when every row of k and v starts on 16 bytes, else 0."""
+    unit = 16 // k.element_size()
+    fits = all(
+        x.data_ptr() % 16 == 0 and x.stride(-1) == 1 and all(s % unit == 0 for s in x.stride()[:-1]) for x in (k, v)
+    )
+    return unit if fits else 0
 
 
 def _fit_page(block_n, page_size):

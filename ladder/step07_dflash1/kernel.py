@@ -7,24 +7,28 @@ import triton.language as tl
 @triton.jit
 def dflash1_key_rows(
     table, start, end, stride_kp, stride_kn, stride_vp, stride_vn, stride_tp,
-    BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Element offsets, (BLOCK_N,) int64 for K and for V, of keys start .. start + BLOCK_N. PAGE_SIZE 0: no pages."""
     row = tl.arange(0, BLOCK_N)
     if PAGE_SIZE == 0:
-        start64 = tl.cast(start, tl.int64)
-        return start64 * stride_kn + row.to(tl.int64) * stride_kn, start64 * stride_vn + row.to(tl.int64) * stride_vn
+        first = tl.cast(start, tl.int64)
+        k_rows = first * stride_kn + row.to(tl.int64) * stride_kn
+        v_rows = first * stride_vn + row.to(tl.int64) * stride_vn
     elif PAGE_SIZE % BLOCK_N == 0:  # the tile lies in one page: one lookup
         page = tl.load(table + start // PAGE_SIZE * stride_tp).to(tl.int64)
         slot = tl.cast(start % PAGE_SIZE, tl.int64)
         k_rows = page * stride_kp + slot * stride_kn + row.to(tl.int64) * stride_kn
         v_rows = page * stride_vp + slot * stride_vn + row.to(tl.int64) * stride_vn
-        return k_rows, v_rows
     else:  # a lookup per key; entries past the length may be anything and are not followed
         key = start + row
         page = tl.load(table + key // PAGE_SIZE * stride_tp, mask=key < end, other=0).to(tl.int64)
         slot = (key % PAGE_SIZE).to(tl.int64)
-        return page * stride_kp + slot * stride_kn, page * stride_vp + slot * stride_vn
+        k_rows = page * stride_kp + slot * stride_kn
+        v_rows = page * stride_vp + slot * stride_vn
+    if ALIGNED:  # whole 16-byte words in a row, which a stride like 72 does not show the compiler
+        k_rows, v_rows = tl.multiple_of(k_rows, ALIGNED), tl.multiple_of(v_rows, ALIGNED)
+    return k_rows, v_rows
 
 
 @triton.jit
@@ -119,7 +123,7 @@ def dflash1_prefill(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr, SIGN: tl.constexpr, HAS_LSE: tl.constexpr, RAGGED: tl.constexpr, TOP_K: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of BLOCK_M queries of one head; grid (num_tiles * heads * batch,).
 
@@ -161,6 +165,8 @@ def dflash1_prefill(
         k_base += seq64 * stride_kb
         v_base += seq64 * stride_vb
 
+    if ALIGNED:
+        k_base, v_base = tl.multiple_of(k_base, 16), tl.multiple_of(v_base, 16)
     query = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     in_range = (query < seqlen_q)[:, None]
     dim = tl.arange(0, BLOCK_D)
@@ -192,7 +198,7 @@ def dflash1_prefill(
     whole = whole // BLOCK_N * BLOCK_N
     for start in range(0, whole, BLOCK_N):
         k_rows, v_rows = dflash1_key_rows(
-            table, start, seqlen_k, stride_kb, stride_kn, stride_vb, stride_vn, stride_tp, BLOCK_N, PAGE_SIZE
+            table, start, seqlen_k, stride_kb, stride_kn, stride_vb, stride_vn, stride_tp, BLOCK_N, PAGE_SIZE, ALIGNED
         )
         acc, row_max, row_sum = dflash1_tile(
             q, q_tail, acc, row_max, row_sum, k_base, v_base, k_rows, v_rows, stride_kd, stride_vd,
@@ -201,7 +207,7 @@ def dflash1_prefill(
         )  # fmt: skip
     for start in range(whole, end, BLOCK_N):  # the diagonal, and the tile that the end of K cuts
         k_rows, v_rows = dflash1_key_rows(
-            table, start, seqlen_k, stride_kb, stride_kn, stride_vb, stride_vn, stride_tp, BLOCK_N, PAGE_SIZE
+            table, start, seqlen_k, stride_kb, stride_kn, stride_vb, stride_vn, stride_tp, BLOCK_N, PAGE_SIZE, ALIGNED
         )
         acc, row_max, row_sum = dflash1_tile(
             q, q_tail, acc, row_max, row_sum, k_base, v_base, k_rows, v_rows, stride_kd, stride_vd,
@@ -221,7 +227,7 @@ def dflash1_prefill(
     columns = dim_v.to(tl.int64)[None, :] * stride_od
     result = acc.to(out_ptr.dtype.element_ty)
     if TOP_K > 0:
-        for choice in tl.static_range(TOP_K):
+        for choice in range(TOP_K):
             entry = out_index_ptr + (first_token + query).to(tl.int64) * TOP_K + choice
             place = tl.load(entry, mask=query < seqlen_q, other=-1).to(tl.int64)
             tl.store(out_base + place[:, None] * stride_om + columns, result, mask=writable & (place >= 0)[:, None])
@@ -241,8 +247,8 @@ def dflash1_prefill(
 def dflash1_merge(
     part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, first_lse, first_row, rows, q_len, used,
     stride_om, stride_oh, stride_od,
-    GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr, HAS_LSE: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, MERGE_DV: tl.constexpr, MERGE_SPLITS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """out = sum_s 2^(lse_s - lse) out_s, lse = log2 sum_s 2^lse_s, for the rows of one tile; partials lie split by split.
 
@@ -260,29 +266,30 @@ def dflash1_merge(
         top = tl.maximum(top, tl.max(tl.load(lse_ptrs, mask=mask, other=float("-inf"), cache_modifier=".cg"), axis=0))
     finite_top = tl.where(top == float("-inf"), 0.0, top)
 
-    dim_v = tl.arange(0, BLOCK_DV)
-    total = tl.zeros([MERGE_ROWS], tl.float32)
-    acc = tl.zeros([MERGE_ROWS, BLOCK_DV], tl.float32)
-    for s in range(0, used, MERGE_SPLITS):
-        split = s + tl.arange(0, MERGE_SPLITS)
-        mask = (split < used)[:, None] & row_ok[None, :]
-        lse_ptrs = part_lse_ptr + split[:, None] * BLOCK_M + part_row[None, :]
-        weight = tl.exp2(tl.load(lse_ptrs, mask=mask, other=float("-inf"), cache_modifier=".cg") - finite_top[None, :])
-        part_rows = (split[:, None] * BLOCK_M + part_row[None, :])[:, :, None] * HEAD_DIM_V
-        part_mask = mask[:, :, None] & (dim_v < HEAD_DIM_V)[None, None, :]
-        part = tl.load(part_out_ptr + part_rows + dim_v[None, None, :], mask=part_mask, other=0.0, cache_modifier=".cg")
-        acc += tl.sum(part * weight[:, :, None], axis=0)
-        total += tl.sum(weight, axis=0)
-
-    total = tl.where(total == 0.0, 1.0, total)
     token, head = row // GROUP, row % GROUP
     out_rows = token.to(tl.int64) * stride_om + head.to(tl.int64) * stride_oh
-    out_ptrs = out_ptr + out_rows[:, None] + dim_v.to(tl.int64)[None, :] * stride_od
-    acc = acc / total[:, None]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=row_ok[:, None] & (dim_v < HEAD_DIM_V)[None, :])
-    if HAS_LSE:
-        lse = (top + tl.log2(total)) * 0.6931471805599453
-        tl.store(lse_ptr + first_lse + head * q_len + token, lse, mask=row_ok)
+    for first_column in range(0, HEAD_DIM_V, MERGE_DV):
+        dim_v = first_column + tl.arange(0, MERGE_DV)
+        total = tl.zeros([MERGE_ROWS], tl.float32)
+        acc = tl.zeros([MERGE_ROWS, MERGE_DV], tl.float32)
+        for s in range(0, used, MERGE_SPLITS):
+            split = s + tl.arange(0, MERGE_SPLITS)
+            mask = (split < used)[:, None] & row_ok[None, :]
+            lse_ptrs = part_lse_ptr + split[:, None] * BLOCK_M + part_row[None, :]
+            weight = tl.exp2(tl.load(lse_ptrs, mask=mask, other=float("-inf"), cache_modifier=".cg") - finite_top[None, :])
+            part_rows = (split[:, None] * BLOCK_M + part_row[None, :])[:, :, None] * HEAD_DIM_V
+            part_mask = mask[:, :, None] & (dim_v < HEAD_DIM_V)[None, None, :]
+            part = tl.load(part_out_ptr + part_rows + dim_v[None, None, :], mask=part_mask, other=0.0, cache_modifier=".cg")
+            acc += tl.sum(part * weight[:, :, None], axis=0)
+            total += tl.sum(weight, axis=0)
+
+        total = tl.where(total == 0.0, 1.0, total)
+        out_ptrs = out_ptr + out_rows[:, None] + dim_v.to(tl.int64)[None, :] * stride_od
+        acc = acc / total[:, None]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=row_ok[:, None] & (dim_v < HEAD_DIM_V)[None, :])
+        if HAS_LSE and first_column == 0:
+            lse = (top + tl.log2(total)) * 0.6931471805599453
+            tl.store(lse_ptr + first_lse + head * q_len + token, lse, mask=row_ok)
 
 
 @triton.jit
@@ -296,7 +303,7 @@ def dflash1_decode(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     TAIL_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr, V_IS_K: tl.constexpr, SPLIT: tl.constexpr, MERGE_ROWS: tl.constexpr,
-    MERGE_SPLITS: tl.constexpr, SIGN: tl.constexpr, HAS_LSE: tl.constexpr, PRECISION: tl.constexpr,
+    MERGE_DV: tl.constexpr, MERGE_SPLITS: tl.constexpr, ALIGNED: tl.constexpr, SIGN: tl.constexpr, HAS_LSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The new tokens of all heads of one KV group over one split of their sequence; the last split to finish merges.
 
@@ -345,13 +352,15 @@ def dflash1_decode(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     table = table_ptr + batch64 * stride_tb
+    k_base, v_base = k_ptr + kv_head64 * stride_kh, v_ptr + kv_head64 * stride_vh
+    if ALIGNED:
+        k_base, v_base = tl.multiple_of(k_base, 16), tl.multiple_of(v_base, 16)
     for start in range(first, last, BLOCK_N):  # memory binds, so every tile may afford a mask
         k_rows, v_rows = dflash1_key_rows(
-            table, start, last, stride_kp, stride_kn, stride_vp, stride_vn, stride_tp, BLOCK_N, PAGE_SIZE
+            table, start, last, stride_kp, stride_kn, stride_vp, stride_vn, stride_tp, BLOCK_N, PAGE_SIZE, ALIGNED
         )
         acc, row_max, row_sum = dflash1_tile(
-            q, q_tail, acc, row_max, row_sum, k_ptr + kv_head64 * stride_kh, v_ptr + kv_head64 * stride_vh,
-            k_rows, v_rows, stride_kd, stride_vd,
+            q, q_tail, acc, row_max, row_sum, k_base, v_base, k_rows, v_rows, stride_kd, stride_vd,
             start + tl.arange(0, BLOCK_N), last, length - q_len + token, scale_log2,
             HEAD_DIM, HEAD_DIM_V, BLOCK_D, TAIL_D, BLOCK_DV, V_IS_K, True, True, PRECISION,
         )  # fmt: skip
@@ -383,5 +392,5 @@ def dflash1_decode(
                 out_ptr + batch64 * stride_ob + kv_head64 * GROUP * stride_oh, lse_ptr,
                 (batch64 * num_kv_heads + kv_head) * GROUP * q_len, row_tile * BLOCK_M, rows, q_len, used,
                 stride_om, stride_oh, stride_od,
-                GROUP, HEAD_DIM_V, BLOCK_DV, BLOCK_M, MERGE_ROWS, MERGE_SPLITS, HAS_LSE,
+                GROUP, HEAD_DIM_V, BLOCK_M, MERGE_ROWS, MERGE_DV, MERGE_SPLITS, HAS_LSE,
             )  # fmt: skip
