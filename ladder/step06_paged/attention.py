@@ -91,15 +91,15 @@ def paged_decode(
     return (out, lse) if return_lse else out
 
 
-def choose_num_splits(num_tasks, capacity, block_n, num_processors):
+def choose_num_splits(num_tasks, capacity, block_n, num_processors, programs_per_processor=2):
     """The fewest splits that keep the chip busy: at least 85 % of the program slots of every wave filled.
 
     Args:
         num_tasks: programs there are without splitting. capacity: most keys that a sequence can have, by its block
             table: the lengths themselves are on the device. block_n: keys in a tile; a split has at least one.
-        num_processors: of the device, with two programs of this kernel on each at a time.
+        num_processors: of the device. programs_per_processor: how many programs of this kernel each runs at a time.
     """
-    slots = 2 * num_processors
+    slots = programs_per_processor * num_processors
     most = max(1, min(-(-capacity // block_n), 2 * slots // max(1, num_tasks)))
     efficiencies = []
     for splits in range(1, most + 1):

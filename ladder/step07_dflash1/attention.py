@@ -3,7 +3,7 @@
 import torch
 
 from ladder.contract import check_attention, check_cu_seqlens
-from ladder.step05_fused.attention import LOG2_E, shared_memory
+from ladder.step05_fused.attention import LOG2_E
 from ladder.step06_paged.attention import check_out, choose_num_splits, processors
 from ladder.step06_paged.cache import check_paged
 
@@ -43,7 +43,7 @@ def attention(q, k, v, *, causal=False, scale=None, return_lse=False, out=None, 
     head_dim_v = v.shape[3]
     out = check_out(RUNG, out, q, (batch, num_heads, seqlen_q, head_dim_v), False)
     lse = q.new_empty(batch, num_heads, seqlen_q, dtype=torch.float32) if return_lse else None
-    config = {**prefill_config(head_dim, head_dim_v, q.element_size(), shared_memory(q.device)), **(config or {})}
+    config = {**prefill_config(head_dim, head_dim_v, q.element_size(), arch(q.device)), **(config or {})}
     num_tiles = -(-seqlen_q // config["BLOCK_M"])
     if num_tiles * num_heads * batch:
         with torch.cuda.device_of(q):  # the launch goes to the current device
@@ -52,7 +52,7 @@ def attention(q, k, v, *, causal=False, scale=None, return_lse=False, out=None, 
                 *q.stride(), *k.stride(), *v.stride(), *out.stride(), 0, 0,
                 num_tiles, num_heads, num_heads // num_kv_heads, batch, seqlen_q, seqlen_k, seqlen_q, _scale_log2(scale),
                 HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, PAGE_SIZE=0, CAUSAL=causal, SIGN=_sign(scale),
-                HAS_LSE=return_lse, RAGGED=False, TOP_K=0, ALIGNED=aligned(k, v), **config,
+                HAS_LSE=return_lse, RAGGED=False, TOP_K=0, **layout(k, v), **config,
             )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -226,7 +226,7 @@ def _decode(
     kernel = _device_code(q, k_cache, v_cache).dflash1_decode
     (batch, q_len, num_heads, head_dim), (_, page_size, num_kv_heads, head_dim_v) = q.shape, v_cache.shape
     group = num_heads // num_kv_heads
-    config = {**decode_config(head_dim, head_dim_v, q_len * group, page_size, q.element_size(), shared_memory(q.device), latent), **(config or {})}  # fmt: skip
+    config = {**decode_config(head_dim, head_dim_v, q_len * group, page_size, q.element_size(), arch(q.device), latent), **(config or {})}  # fmt: skip
     block_m, rows = config["BLOCK_M"], q_len * group
     row_tiles = -(-rows // block_m)
     groups, capacity = batch * num_kv_heads * row_tiles, block_table.shape[1] * page_size
@@ -256,7 +256,7 @@ def _decode(
             num_kv_heads, q_len, capacity, num_kv_splits, _scale_log2(scale),
             GROUP=group, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, PAGE_SIZE=page_size, V_IS_K=latent,
             SPLIT=num_kv_splits > 1, MERGE_ROWS=merge_rows, MERGE_DV=merge_dv, MERGE_SPLITS=8192 // (merge_rows * merge_dv),
-            ALIGNED=aligned(k_cache, v_cache), SIGN=_sign(scale), HAS_LSE=return_lse, **config,
+            **layout(k_cache, v_cache), SIGN=_sign(scale), HAS_LSE=return_lse, **config,
         )  # fmt: skip
     return lse
 
@@ -278,7 +278,7 @@ def _packed_prefill(q, k, v, cu_q, cu_k, block_table, seq_lens, causal, scale, r
         wanted = f"({'at least ' if top_k else ''}{rows}, {num_heads}, {head_dim_v}) {q.dtype} on {q.device}"
         raise ValueError(f"{RUNG}: out is {tuple(out.shape)} {out.dtype} on {out.device}; want {wanted}")
     lse = q.new_empty(num_heads, total_q, dtype=torch.float32) if return_lse else None
-    config = {**prefill_config(head_dim, head_dim_v, q.element_size(), shared_memory(q.device), page_size), **(config or {})}
+    config = {**prefill_config(head_dim, head_dim_v, q.element_size(), arch(q.device), page_size, ragged=True), **(config or {})}
     num_seqs = cu_q.numel() - 1
     num_tiles = total_q // config["BLOCK_M"] + num_seqs
     k_strides, v_strides = (x.stride() if paged else (0, *x.stride()) for x in (k, v))  # (page, key, head, dim)
@@ -293,27 +293,31 @@ def _packed_prefill(q, k, v, cu_q, cu_k, block_table, seq_lens, causal, scale, r
                 num_tiles, num_heads, num_heads // num_kv_heads, num_seqs, 0,
                 block_table.shape[1] * page_size if paged else 0, total_q, _scale_log2(scale),
                 HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, PAGE_SIZE=page_size, CAUSAL=causal, SIGN=_sign(scale),
-                HAS_LSE=return_lse, RAGGED=True, TOP_K=top_k, ALIGNED=aligned(k, v), **config,
+                HAS_LSE=return_lse, RAGGED=True, TOP_K=top_k, **layout(k, v), **config,
             )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
-def prefill_config(head_dim, head_dim_v, itemsize, shared_memory_bytes, page_size=0):
-    """Tile sizes, warps and pipeline stages: the largest tiles that fit this processor's registers and shared memory.
+def prefill_config(head_dim, head_dim_v, itemsize, arch, page_size=0, ragged=False):
+    """Tile sizes, warps and pipeline stages: the largest tiles that this processor's registers hold without spilling.
 
     Args:
         head_dim, head_dim_v: sizes of a query/key and of a value head. itemsize: bytes of an element.
-        shared_memory_bytes: what one program may use. page_size: of the cache; 0 without pages.
+        arch: 10 * major + minor of the compute capability. page_size: of the cache; 0 without pages.
+        ragged: packed sequences, whose bookkeeping takes registers too.
     """
     block_d, tail_d = split_head(head_dim)
     block_dv = max(16, 1 << (head_dim_v - 1).bit_length())
     widest = max(block_d + tail_d, block_dv)
     if itemsize == 4:  # float32 goes through the ordinary multipliers, where small tiles keep registers free
         block_m, block_n, num_stages = (64, 32, 1) if widest <= 64 else (32, 32, 1) if widest <= 128 else (32, 16, 1)
-    elif shared_memory_bytes >= 200 * 1024:
+    elif arch == 90:
         block_m, block_n, num_stages = (128, 128, 2) if widest <= 192 and block_dv <= 128 else (128, 64, 2)
-    else:
-        block_m, block_n, num_stages = (128, 64, 2) if head_dim == head_dim_v == widest <= 128 else (64, 32, 2)
+    elif 100 <= arch < 120:
+        block_m, block_n, num_stages = (128, 64, 2) if widest <= 192 and block_dv <= 128 else (128, 32, 2)
+    else:  # Ampere, Ada and small Blackwells: operands pass through registers, and masks take more
+        plain = head_dim == head_dim_v == widest <= 128 and not ragged
+        block_m, block_n, num_stages = (128, 64, 2) if plain else (64, 32, 2)
     if page_size:
         block_n = _fit_page(block_n, page_size)
         num_stages += itemsize < 4  # one stage is the page lookup
@@ -323,7 +327,7 @@ def prefill_config(head_dim, head_dim_v, itemsize, shared_memory_bytes, page_siz
     )  # fmt: skip
 
 
-def decode_config(head_dim, head_dim_v, rows, page_size, itemsize, shared_memory_bytes, latent=False):
+def decode_config(head_dim, head_dim_v, rows, page_size, itemsize, arch, latent=False):
     """As ``prefill_config``, for ``rows`` = new tokens times query heads of a KV group."""
     block_d, tail_d = split_head(head_dim)
     block_dv = max(16, 1 << (head_dim_v - 1).bit_length())
@@ -336,7 +340,7 @@ def decode_config(head_dim, head_dim_v, rows, page_size, itemsize, shared_memory
         num_warps, num_stages = 4 if widest <= 128 else 8, 1
     elif widest > 256:
         block_n, num_warps, num_stages = (32, 4, 3) if block_m <= 32 else (64, 8, 2)
-        if shared_memory_bytes < 200 * 1024:
+        if arch not in (90, 100, 103):
             block_m, block_n, num_warps, num_stages = min(block_m, 32), 32, 8, 2
     else:
         block_n, num_warps, num_stages = (64 if widest <= 128 else 32), 4, 4
@@ -354,13 +358,24 @@ def split_head(head_dim):
     return (block, tail) if block >= 16 and 0 < tail and block + tail < whole else (whole, 0)
 
 
-def aligned(k, v):
-    """Elements of 16 bytes when every row of k and v starts on 16 bytes, else 0."""
+def arch(device):
+    """10 * major + minor of the compute capability; a Hopper's on the CPU, so that the interpreter walks its tiles."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def layout(k, v):
+    """What the kernels are told about addresses: ALIGNED, elements of 16 bytes when every row of k and v starts on 16
+    bytes, else 0; WIDE, whether an offset within a tile needs 64 bits.
+    """
     unit = 16 // k.element_size()
-    fits = all(
+    aligned = all(
         x.data_ptr() % 16 == 0 and x.stride(-1) == 1 and all(s % unit == 0 for s in x.stride()[:-1]) for x in (k, v)
     )
-    return unit if fits else 0
+    wide = any(abs(s) * max(256, x.shape[-1]) >= 1 << 30 for x in (k, v) for s in x.stride()[1:])
+    return dict(ALIGNED=unit if aligned else 0, WIDE=wide)
 
 
 def _fit_page(block_n, page_size):
@@ -373,7 +388,7 @@ def bytes_moved(problem):
     and V once per query tile; L2 serves most of the repeats. Needs B, Hq, Hkv, Sq, Sk, D, Dv, itemsize, causal.
     """
     p, keys_loaded = problem, 0
-    block_m = prefill_config(p.D, p.Dv, p.itemsize, 227 * 1024)["BLOCK_M"]
+    block_m = prefill_config(p.D, p.Dv, p.itemsize, 90)["BLOCK_M"]
     for q1 in range(block_m, p.Sq + block_m, block_m):
         keys_loaded += max(0, min(p.Sk, q1 + p.Sk - p.Sq)) if p.causal else p.Sk
     return p.itemsize * p.B * p.Hq * (p.Sq * (p.D + p.Dv) + keys_loaded * (p.D + p.Dv))
@@ -384,7 +399,7 @@ def decode_bytes_moved(problem):
     the splits leave for the merge. Needs the fields of ``ladder.lab.decode.DecodeProblem``.
     """
     p, rows = problem, problem.q_len * (problem.Hq // problem.Hkv)
-    config = decode_config(p.D, p.Dv, rows, p.page_size, p.itemsize, 227 * 1024, p.latent)
+    config = decode_config(p.D, p.Dv, rows, p.page_size, p.itemsize, 90, p.latent)
     row_tiles = -(-rows // config["BLOCK_M"])
     splits = choose_num_splits(p.B * p.Hkv * row_tiles, p.capacity, config["BLOCK_N"], 132)
     partial = 2 * 4 * p.B * p.Hkv * rows * splits * (p.Dv + 1) if splits > 1 else 0

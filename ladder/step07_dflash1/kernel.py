@@ -7,28 +7,34 @@ import triton.language as tl
 @triton.jit
 def dflash1_key_rows(
     table, start, end, stride_kp, stride_kn, stride_vp, stride_vn, stride_tp,
-    BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Element offsets, (BLOCK_N,) int64 for K and for V, of keys start .. start + BLOCK_N. PAGE_SIZE 0: no pages."""
+    """Where keys start .. start + BLOCK_N lie: the offset of a first element, int64, and (BLOCK_N,) rows from there.
+
+    Returns k_first, v_first, k_rows, v_rows. Rows are int32 unless WIDE, half the registers of a tile's addresses.
+    PAGE_SIZE 0: no pages.
+    """
     row = tl.arange(0, BLOCK_N)
+    if WIDE:
+        row = row.to(tl.int64)
     if PAGE_SIZE == 0:
-        first = tl.cast(start, tl.int64)
-        k_rows = first * stride_kn + row.to(tl.int64) * stride_kn
-        v_rows = first * stride_vn + row.to(tl.int64) * stride_vn
+        k_first, v_first = tl.cast(start, tl.int64) * stride_kn, tl.cast(start, tl.int64) * stride_vn
+        k_rows, v_rows = row * stride_kn, row * stride_vn
     elif PAGE_SIZE % BLOCK_N == 0:  # the tile lies in one page: one lookup
         page = tl.load(table + start // PAGE_SIZE * stride_tp).to(tl.int64)
         slot = tl.cast(start % PAGE_SIZE, tl.int64)
-        k_rows = page * stride_kp + slot * stride_kn + row.to(tl.int64) * stride_kn
-        v_rows = page * stride_vp + slot * stride_vn + row.to(tl.int64) * stride_vn
+        k_first, v_first = page * stride_kp + slot * stride_kn, page * stride_vp + slot * stride_vn
+        k_rows, v_rows = row * stride_kn, row * stride_vn
     else:  # a lookup per key; entries past the length may be anything and are not followed
-        key = start + row
+        key = start + tl.arange(0, BLOCK_N)
         page = tl.load(table + key // PAGE_SIZE * stride_tp, mask=key < end, other=0).to(tl.int64)
         slot = (key % PAGE_SIZE).to(tl.int64)
-        k_rows = page * stride_kp + slot * stride_kn
-        v_rows = page * stride_vp + slot * stride_vn
+        k_first, v_first = tl.cast(0, tl.int64), tl.cast(0, tl.int64)
+        k_rows, v_rows = page * stride_kp + slot * stride_kn, page * stride_vp + slot * stride_vn
     if ALIGNED:  # whole 16-byte words in a row, which a stride like 72 does not show the compiler
+        k_first, v_first = tl.multiple_of(k_first, ALIGNED), tl.multiple_of(v_first, ALIGNED)
         k_rows, v_rows = tl.multiple_of(k_rows, ALIGNED), tl.multiple_of(v_rows, ALIGNED)
-    return k_rows, v_rows
+    return k_first, v_first, k_rows, v_rows
 
 
 @triton.jit
@@ -36,7 +42,7 @@ def dflash1_tile(
     q, q_tail, acc, row_max, row_sum, k_base, v_base, k_rows, v_rows, stride_kd, stride_vd,
     key, end, last_visible, scale_log2,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, V_IS_K: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_DV: tl.constexpr, V_IS_K: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile of keys into (acc, row_max, row_sum). Row r sees the keys below ``end`` up to ``last_visible[r]``.
 
@@ -45,7 +51,9 @@ def dflash1_tile(
     """
     dim = tl.arange(0, BLOCK_D)
     live = (key < end)[:, None]
-    k_ptrs = k_base + k_rows[:, None] + dim.to(tl.int64)[None, :] * stride_kd
+    if WIDE:
+        dim = dim.to(tl.int64)
+    k_ptrs = k_base + (k_rows[:, None] + dim[None, :] * stride_kd)
     if MASKED and BLOCK_D > HEAD_DIM:  # never load what is dead: it may be NaN, and 0 x NaN is NaN
         k = tl.load(k_ptrs, mask=live & (dim < HEAD_DIM)[None, :], other=0.0)
     elif MASKED:
@@ -57,7 +65,9 @@ def dflash1_tile(
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if TAIL_D > 0:
         tail = BLOCK_D + tl.arange(0, TAIL_D)
-        t_ptrs = k_base + k_rows[:, None] + tail.to(tl.int64)[None, :] * stride_kd
+        if WIDE:
+            tail = tail.to(tl.int64)
+        t_ptrs = k_base + (k_rows[:, None] + tail[None, :] * stride_kd)
         if MASKED:
             k_tail = tl.load(t_ptrs, mask=live & (tail < HEAD_DIM)[None, :], other=0.0)
         elif BLOCK_D + TAIL_D > HEAD_DIM:
@@ -83,7 +93,9 @@ def dflash1_tile(
         v = k
     else:
         dim_v = tl.arange(0, BLOCK_DV)
-        v_ptrs = v_base + v_rows[:, None] + dim_v.to(tl.int64)[None, :] * stride_vd
+        if WIDE:
+            dim_v = dim_v.to(tl.int64)
+        v_ptrs = v_base + (v_rows[:, None] + dim_v[None, :] * stride_vd)
         if MASKED and BLOCK_DV > HEAD_DIM_V:
             v = tl.load(v_ptrs, mask=live & (dim_v < HEAD_DIM_V)[None, :], other=0.0)
         elif MASKED:
@@ -123,7 +135,7 @@ def dflash1_prefill(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr, SIGN: tl.constexpr, HAS_LSE: tl.constexpr, RAGGED: tl.constexpr, TOP_K: tl.constexpr,
-    ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of BLOCK_M queries of one head; grid (num_tiles * heads * batch,).
 
@@ -197,22 +209,24 @@ def dflash1_prefill(
         whole = tl.maximum(0, tl.minimum(seqlen_k, tile * BLOCK_M + seqlen_k - seqlen_q + 1))
     whole = whole // BLOCK_N * BLOCK_N
     for start in range(0, whole, BLOCK_N):
-        k_rows, v_rows = dflash1_key_rows(
-            table, start, seqlen_k, stride_kb, stride_kn, stride_vb, stride_vn, stride_tp, BLOCK_N, PAGE_SIZE, ALIGNED
-        )
+        k_first, v_first, k_rows, v_rows = dflash1_key_rows(
+            table, start, seqlen_k, stride_kb, stride_kn, stride_vb, stride_vn, stride_tp,
+            BLOCK_N, PAGE_SIZE, ALIGNED, WIDE,
+        )  # fmt: skip
         acc, row_max, row_sum = dflash1_tile(
-            q, q_tail, acc, row_max, row_sum, k_base, v_base, k_rows, v_rows, stride_kd, stride_vd,
+            q, q_tail, acc, row_max, row_sum, k_base + k_first, v_base + v_first, k_rows, v_rows, stride_kd, stride_vd,
             start + tl.arange(0, BLOCK_N), seqlen_k, last_visible, scale_log2,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_D, TAIL_D, BLOCK_DV, False, False, CAUSAL, PRECISION,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_D, TAIL_D, BLOCK_DV, False, False, CAUSAL, WIDE, PRECISION,
         )  # fmt: skip
     for start in range(whole, end, BLOCK_N):  # the diagonal, and the tile that the end of K cuts
-        k_rows, v_rows = dflash1_key_rows(
-            table, start, seqlen_k, stride_kb, stride_kn, stride_vb, stride_vn, stride_tp, BLOCK_N, PAGE_SIZE, ALIGNED
-        )
+        k_first, v_first, k_rows, v_rows = dflash1_key_rows(
+            table, start, seqlen_k, stride_kb, stride_kn, stride_vb, stride_vn, stride_tp,
+            BLOCK_N, PAGE_SIZE, ALIGNED, WIDE,
+        )  # fmt: skip
         acc, row_max, row_sum = dflash1_tile(
-            q, q_tail, acc, row_max, row_sum, k_base, v_base, k_rows, v_rows, stride_kd, stride_vd,
+            q, q_tail, acc, row_max, row_sum, k_base + k_first, v_base + v_first, k_rows, v_rows, stride_kd, stride_vd,
             start + tl.arange(0, BLOCK_N), seqlen_k, last_visible, scale_log2,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_D, TAIL_D, BLOCK_DV, False, True, CAUSAL, PRECISION,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_D, TAIL_D, BLOCK_DV, False, True, CAUSAL, WIDE, PRECISION,
         )  # fmt: skip
 
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # no key seen: 0 stays 0, and the log-sum-exp -inf
@@ -303,7 +317,8 @@ def dflash1_decode(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     TAIL_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr, V_IS_K: tl.constexpr, SPLIT: tl.constexpr, MERGE_ROWS: tl.constexpr,
-    MERGE_DV: tl.constexpr, MERGE_SPLITS: tl.constexpr, ALIGNED: tl.constexpr, SIGN: tl.constexpr, HAS_LSE: tl.constexpr, PRECISION: tl.constexpr,
+    MERGE_DV: tl.constexpr, MERGE_SPLITS: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, SIGN: tl.constexpr,
+    HAS_LSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The new tokens of all heads of one KV group over one split of their sequence; the last split to finish merges.
 
@@ -356,13 +371,13 @@ def dflash1_decode(
     if ALIGNED:
         k_base, v_base = tl.multiple_of(k_base, 16), tl.multiple_of(v_base, 16)
     for start in range(first, last, BLOCK_N):  # memory binds, so every tile may afford a mask
-        k_rows, v_rows = dflash1_key_rows(
-            table, start, last, stride_kp, stride_kn, stride_vp, stride_vn, stride_tp, BLOCK_N, PAGE_SIZE, ALIGNED
+        k_first, v_first, k_rows, v_rows = dflash1_key_rows(
+            table, start, last, stride_kp, stride_kn, stride_vp, stride_vn, stride_tp, BLOCK_N, PAGE_SIZE, ALIGNED, WIDE
         )
         acc, row_max, row_sum = dflash1_tile(
-            q, q_tail, acc, row_max, row_sum, k_base, v_base, k_rows, v_rows, stride_kd, stride_vd,
+            q, q_tail, acc, row_max, row_sum, k_base + k_first, v_base + v_first, k_rows, v_rows, stride_kd, stride_vd,
             start + tl.arange(0, BLOCK_N), last, length - q_len + token, scale_log2,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_D, TAIL_D, BLOCK_DV, V_IS_K, True, True, PRECISION,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_D, TAIL_D, BLOCK_DV, V_IS_K, True, True, WIDE, PRECISION,
         )  # fmt: skip
 
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # no key seen: 0 stays 0, and the log-sum-exp -inf
