@@ -276,7 +276,7 @@ def _decode_rungs(problem, inputs, device, **options):
     if problem.latent:
         out, latent = torch.empty(shape, dtype=q.dtype, device=device), k_cache[:, :, 0]
         impls["step07_dflash1"] = (
-            lambda: step07_dflash1.mla_decode(q, latent, table, lens, scale=problem.scale, out=out, workspace=workspace, **options), out,
+            lambda: step07_dflash1.mla_decode(q, latent, table, lens, scale=problem.scale, head_dim_v=problem.Dv, out=out, workspace=workspace, **options), out,
         )  # fmt: skip
         return impls
     for rung in (step06_paged, step07_dflash1):
@@ -319,6 +319,7 @@ def sweep_decode_problems():
         (one.replace(B=8, context=32768), some, (2, 4, 8)),
         (one.replace(B=64), some, (1, 2, 4)),
         (one.replace(B=64, context=16384), few, (1, 2)),
+        (one.replace(B=64, page_size=16), DECODE_CANDIDATES + [dict(BLOCK_N=16, num_warps=4, num_stages=9)], (1,)),
         (DecodeProblem(B=64, Hq=16, context=4096, **mla), MLA_CANDIDATES[16], (1, 2, 4, 8)),
         (DecodeProblem(B=64, Hq=128, context=4096, **mla), MLA_CANDIDATES[128], (1, 2)),
     ]  # fmt: skip

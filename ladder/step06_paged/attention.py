@@ -99,8 +99,8 @@ def choose_num_splits(num_tasks, capacity, block_n, num_processors, programs_per
             table: the lengths themselves are on the device. block_n: keys in a tile; a split has at least one.
         num_processors: of the device. programs_per_processor: how many programs of this kernel each runs at a time.
     """
-    slots = programs_per_processor * num_processors
-    most = max(1, min(-(-capacity // block_n), 2 * slots // max(1, num_tasks)))
+    slots, num_tasks = programs_per_processor * num_processors, max(1, num_tasks)
+    most = max(1, min(-(-capacity // block_n), 2 * slots // num_tasks))
     efficiencies = []
     for splits in range(1, most + 1):
         waves = splits * num_tasks / slots
@@ -120,7 +120,7 @@ def decode_config(head_dim, head_dim_v, q_len, page_size, itemsize):
     block_m = min(16 if itemsize == 4 else 64, max(16, 1 << (q_len - 1).bit_length()) if q_len else 16)
     return dict(
         BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_N=block_n,
-        PRECISION="ieee" if itemsize == 4 else "tf32", num_warps=4, num_stages=2 if itemsize == 4 else 4,  # one stage is the page lookup
+        PRECISION="ieee" if itemsize == 4 else "tf32", num_warps=4, num_stages=2 if itemsize == 4 else 5,  # two of them wait for the page lookup
     )  # fmt: skip
 
 

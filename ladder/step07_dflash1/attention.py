@@ -248,14 +248,14 @@ def _decode(
         workspace.reserve(part_rows * (head_dim_v + 1), groups)
         partials, part_lse, counters = workspace.partials, workspace.partials[part_rows * head_dim_v :], workspace.counters
     merge_rows = min(block_m, 1 << (rows - 1).bit_length())
-    merge_dv = min(config["BLOCK_DV"], 8192 // merge_rows)
+    merge_dv = min(config["BLOCK_DV"], 4096 // merge_rows)
     with torch.cuda.device_of(q):
         kernel[(groups * num_kv_splits,)](
             q, k_cache, v_cache, block_table, seq_lens, out, lse, partials, part_lse, counters,
             *q.stride(), *k_cache.stride(), *v_cache.stride(), *out.stride(), *block_table.stride(),
             num_kv_heads, q_len, capacity, num_kv_splits, _scale_log2(scale),
             GROUP=group, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, PAGE_SIZE=page_size, V_IS_K=latent,
-            SPLIT=num_kv_splits > 1, MERGE_ROWS=merge_rows, MERGE_DV=merge_dv, MERGE_SPLITS=8192 // (merge_rows * merge_dv),
+            SPLIT=num_kv_splits > 1, MERGE_ROWS=merge_rows, MERGE_DV=merge_dv, MERGE_SPLITS=4096 // (merge_rows * merge_dv),
             **layout(k_cache, v_cache), SIGN=_sign(scale), HAS_LSE=return_lse, **config,
         )  # fmt: skip
     return lse
@@ -343,7 +343,7 @@ def decode_config(head_dim, head_dim_v, rows, page_size, itemsize, arch, latent=
         if arch not in (90, 100, 103):
             block_m, block_n, num_warps, num_stages = min(block_m, 32), 32, 8, 2
     else:
-        block_n, num_warps, num_stages = (64 if widest <= 128 else 32), 4, 4
+        block_n, num_warps, num_stages = (64 if widest <= 128 else 32), 4, 5  # two of them wait for the page lookup
     return dict(
         BLOCK_D=block_d, TAIL_D=tail_d, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_N=_fit_page(block_n, page_size),
         PRECISION="ieee" if itemsize == 4 else "tf32", num_warps=num_warps, num_stages=num_stages,
