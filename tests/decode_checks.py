@@ -20,6 +20,7 @@ def _problem(**changes):
 
 PROBLEMS = {
     "page edges": _problem(),
+    "splits": _problem(Hq=2, Hkv=1, lengths=(0, 17, 90)),
     "page edges, float32": _problem(dtype="float32"),
     "pages of 1": _problem(page_size=1, lengths=(0, 1, 2, 37)),
     "pages of 3": _problem(page_size=3, lengths=(2, 3, 4, 40)),

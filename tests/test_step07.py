@@ -231,8 +231,8 @@ def test_decode_layouts(layout):
 
 @pytest.mark.parametrize("splits", (1, 2, 3, 7, 50))
 def test_every_number_of_splits(splits):
-    out, oracle = check_decode(paged_decode, inputs_of(PROBLEMS["page edges"]), num_kv_splits=splits)
-    one = paged_decode(*inputs_of(PROBLEMS["page edges"]), num_kv_splits=1)
+    out, oracle = check_decode(paged_decode, inputs_of(PROBLEMS["splits"]), num_kv_splits=splits)
+    one = paged_decode(*inputs_of(PROBLEMS["splits"]), num_kv_splits=1)
     assert (out.double() - one.double()).abs().max() <= 2 * oracle.budget
 
 

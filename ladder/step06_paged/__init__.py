@@ -16,9 +16,7 @@ Still slow because: the query heads of a group each fetch the same K and V tile,
 at one new token, and the merge is a launch of its own, which a short context feels.
 """
 
-from ladder.step05_fused import attention, bytes_moved
-
-from .attention import choose_num_splits, decode_bytes_moved, paged_decode
+from .attention import attention, bytes_moved, choose_num_splits, decode_bytes_moved, paged_decode
 from .cache import PagedKVCache
 
 __all__ = ["PagedKVCache", "attention", "bytes_moved", "choose_num_splits", "decode_bytes_moved", "paged_decode"]

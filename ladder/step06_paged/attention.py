@@ -2,9 +2,11 @@
 
 import torch
 
-from ladder.step05_fused.attention import LOG2_E, MAX_HEAD_DIM
+from ladder.step05_fused.attention import LOG2_E, MAX_HEAD_DIM, attention, bytes_moved
 
 from .cache import check_paged
+
+__all__ = ["attention", "bytes_moved", "choose_num_splits", "decode_bytes_moved", "paged_decode"]  # dense prefill: step 05's
 
 CPU_PROCESSORS = 4  # the interpreter runs programs one after another; a few splits show the idea
 

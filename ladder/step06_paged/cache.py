@@ -64,10 +64,7 @@ class PagedKVCache:
         seq, length = self._check_seq(seq), self._lengths[seq] + num_tokens
         if num_tokens < 0:
             raise ValueError(f"PagedKVCache: num_tokens is {num_tokens}; want at least 0")
-        if length > self.max_seq_len:
-            raise ValueError(
-                f"PagedKVCache: sequence {seq} would have {length} tokens; its row of the block table holds {self.max_seq_len}"
-            )
+        self._check_length(seq, num_tokens)
         held = len(self._pages[seq])
         missing = -(-length // self.page_size) - held
         if missing > len(self._free):
@@ -102,11 +99,11 @@ class PagedKVCache:
         if len(set(seqs)) != len(seqs):
             raise ValueError(f"PagedKVCache: seqs is {seqs}; want every sequence once")
         new = k.shape[1]
+        for s in seqs:
+            self._check_length(s, new)
         needed = sum(max(0, -(-(self.length(s) + new) // self.page_size) - len(self._pages[s])) for s in seqs)
         if needed > len(self._free):
             raise MemoryError(f"PagedKVCache: {new} more tokens need {needed} pages; {len(self._free)} are free")
-        if any(self.length(s) + new > self.max_seq_len for s in seqs):
-            self.allocate(next(s for s in seqs if self.length(s) + new > self.max_seq_len), new)  # raises
         for s in seqs:
             self.allocate(s, new)
         self.write(k, v, seqs)
@@ -137,6 +134,13 @@ class PagedKVCache:
         seq = self._check_seq(seq)
         pages = torch.tensor(self._pages[seq], dtype=torch.int64, device=self.k_pages.device)
         return tuple(x[pages].flatten(0, 1)[: self._lengths[seq]] for x in (self.k_pages, self.v_pages))
+
+    def _check_length(self, seq, new):
+        length = self._lengths[seq] + new
+        if length > self.max_seq_len:
+            raise ValueError(
+                f"PagedKVCache: sequence {seq} would have {length} tokens; its row of the block table holds {self.max_seq_len}"
+            )
 
     def _check_seq(self, seq):
         if not 0 <= seq < len(self._pages):
