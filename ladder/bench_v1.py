@@ -7,6 +7,7 @@ and does not stop the others. ``--sweep`` first times candidate tile sizes and s
 """
 
 import argparse
+import contextlib
 import itertools
 import os
 import subprocess
@@ -154,6 +155,20 @@ class Bench:
         extra = {k: v for k, v in entry.items() if k in ("config", "num_kv_splits", "ms_eager")}
         print(f"  {entry['impl']:16} {ms} {speed} {ok} {extra or ''}", flush=True)
         return entry
+
+
+class DryRun(Bench):
+    """Runs everything once and times nothing: compiles what a Bench will launch."""
+
+    def __init__(self, device):
+        super().__init__(device, time.time() + 120)
+
+    def events(self, fn, args=()):
+        fn(*args)
+        return Timing(1.0, 1.0, 1.0, 1)
+
+    def graph(self, fn, runs=1):
+        return self.events(fn)
 
 
 # Prefill
@@ -569,8 +584,8 @@ def must_reach(bench, limits):
 # Compiling ahead: one process per share of the launches, all at once, so that the measuring process finds them cached
 
 
-def launches(sweep):
-    """Every kind of launch, as functions of (device) that compile one kernel each."""
+def launches(sweep, traces):
+    """Every kind of launch, as functions of (device) that compile a kernel or a few."""
 
     def prefill(problem, config=None):
         def run(device):
@@ -591,21 +606,25 @@ def launches(sweep):
 
         return run
 
-    work = [prefill(p) for p in prefill_problems()]
+    work = [
+        lambda device: run_chunked(DryRun(device)), lambda device: run_permute(DryRun(device), traces),
+        lambda device: run_groups(DryRun(device), traces),
+    ]  # fmt: skip
+    work += [prefill(p) for p in prefill_problems()]
     work += [decode(p) for p in (*decode_problems(), *other_decode_problems(), *mla_problems())]
     if sweep:
         work += [prefill(p, c) for p in sweep_prefill_problems() for c in PREFILL_CANDIDATES]
-        work += [decode(p, c, s) for p, cs, ss in sweep_decode_problems() for c in cs for s in {min(ss), max(ss)}]
+        work += [decode(p, c, s) for p, cs, ss in sweep_decode_problems() for c in cs for s in sorted({min(ss), max(ss)})]
+        work += [lambda device, c=c: run_groups_one(DryRun(device), traces, c) for c in MATMUL_CANDIDATES]
     return work
 
 
-def warm(share, shares, sweep):
-    """Compile every ``shares``-th launch, starting with number ``share``."""
-    for run in launches(sweep)[share::shares]:
-        try:
-            run(torch.device("cuda"))
-        except Exception as error:  # the measuring process will record it
-            print(f"  warm-up: {type(error).__name__}: {str(error)[:100]}", flush=True)
+def warm(share, shares, sweep, traces):
+    """Compile every ``shares``-th launch, starting with number ``share``; says nothing, the measuring process will."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        for run in launches(sweep, traces)[share::shares]:
+            with contextlib.suppress(Exception):
+                run(torch.device("cuda"))
 
 
 def main(argv=None):
@@ -620,10 +639,10 @@ def main(argv=None):
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
     if args.warm:
-        return warm(*args.warm, args.sweep)
+        return warm(*args.warm, args.sweep, args.traces)
     start = time.time()
     workers = min(14, max(1, (os.cpu_count() or 2) - 2))
-    command = [sys.executable, "-m", "ladder.bench_v1", *(["--sweep"] if args.sweep else [])]
+    command = [sys.executable, "-m", "ladder.bench_v1", "--traces", str(args.traces), *(["--sweep"] if args.sweep else [])]
     running = [subprocess.Popen([*command, "--warm", str(i), str(workers)]) for i in range(workers)]
     for process in running:
         process.wait()

@@ -170,7 +170,7 @@ def test_a_full_cache_stores_nothing():
     before = cache.k_pages.clone(), cache.block_table.clone()
     with pytest.raises(MemoryError, match="PagedKVCache: 9 more tokens need 3 pages; 2 are free"):
         cache.append(*new_tokens(1, 9), [2])
-    with pytest.raises(ValueError, match="sequence 1 would have 21 tokens; its row of the block table holds 20"):
+    with pytest.raises(ValueError, match="sequence 0 would have 21 tokens; its row of the block table holds 20"):
         cache.append(*new_tokens(2, 5))
     assert cache.seq_lens.tolist() == [16, 16, 0] and cache.free_pages == 2
     assert torch.equal(cache.k_pages.nan_to_num(), before[0].nan_to_num()) and torch.equal(cache.block_table, before[1])
