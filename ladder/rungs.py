@@ -59,6 +59,10 @@ RUNGS = (
          _MODEL_SHAPES | {"ragged"}),
     Rung(5, "step05_fused", "Fused", "one Triton kernel: no tile leaves the chip",
          _MODEL_SHAPES, needs_triton=True, max_head_dim=256),
+    Rung(6, "step06_paged", "Paged", "KV in pages; decode splits one sequence over the whole chip",
+         _MODEL_SHAPES | {"paged"}, needs_triton=True, max_head_dim=256),
+    Rung(7, "step07_dflash1", "DFlash v1", "what an MoE server runs: packed groups, MLA, ragged chunks, tokens by expert",
+         _MODEL_SHAPES | {"ragged", "paged", "mla", "expert_groups"}, needs_triton=True, max_head_dim=256),
 )  # fmt: skip
 
 

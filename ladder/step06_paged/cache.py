@@ -1,0 +1,205 @@
+"""The paged KV cache: a pool of pages, a block table for each sequence, and the checks that decode shares."""
+
+import torch
+
+from ladder.contract import FLOATS, check_scale
+
+
+class PagedKVCache:
+    """Keys and values of many sequences in one pool of pages; no sequence reserves more than it uses, up to one page.
+
+    Args:
+        num_pages: pages in the pool. page_size: tokens a page holds, at least 1.
+        num_kv_heads, head_dim, head_dim_v: heads of K and V and their sizes; head_dim_v None is head_dim.
+        max_seqs: sequences the cache can hold at a time. max_seq_len: tokens one of them may have.
+        dtype, device: of the pages.
+
+    Attributes:
+        k_pages: (num_pages, page_size, Hkv, D). v_pages: (num_pages, page_size, Hkv, Dv): the layout of FlashAttention.
+        block_table: (max_seqs, ceil(max_seq_len / page_size)) int32. Entry [s, i] is the page of tokens
+            i * page_size .. of sequence s. Entries past a sequence's pages are -1 and must never be followed.
+        seq_lens: (max_seqs,) int32, tokens stored.
+
+    The three tensors stay where they are, so a captured CUDA graph sees every later append. The page of a token is
+    chosen on the host, which knows all lengths without asking the device.
+
+    Source: Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention".
+    """
+
+    def __init__(
+        self, num_pages, page_size=64, *, num_kv_heads, head_dim, head_dim_v=None, max_seqs, max_seq_len,
+        dtype=torch.bfloat16, device="cpu",
+    ):  # fmt: skip
+        head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        sizes = dict(num_pages=num_pages, page_size=page_size, num_kv_heads=num_kv_heads, head_dim=head_dim,
+                     head_dim_v=head_dim_v, max_seqs=max_seqs, max_seq_len=max_seq_len)  # fmt: skip
+        for name, value in sizes.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"PagedKVCache: {name} is {value!r}; want an integer of at least 1")
+        self.page_size, self.max_seq_len = page_size, max_seq_len
+        self.k_pages = torch.empty(num_pages, page_size, num_kv_heads, head_dim, dtype=dtype, device=device)
+        self.v_pages = torch.empty(num_pages, page_size, num_kv_heads, head_dim_v, dtype=dtype, device=device)
+        self.block_table = torch.full((max_seqs, -(-max_seq_len // page_size)), -1, dtype=torch.int32, device=device)
+        self.seq_lens = torch.zeros(max_seqs, dtype=torch.int32, device=device)
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._pages = [[] for _ in range(max_seqs)]
+        self._lengths = [0] * max_seqs
+
+    @property
+    def free_pages(self):
+        """Pages that no sequence holds."""
+        return len(self._free)
+
+    def length(self, seq):
+        """Tokens of sequence ``seq`` for which slots are taken, from the host's books: no synchronisation."""
+        return self._lengths[self._check_seq(seq)]
+
+    def allocate(self, seq, num_tokens):
+        """Take the pages that ``num_tokens`` more tokens of sequence ``seq`` need. All or nothing.
+
+        Raises:
+            ValueError: the sequence would be longer than the block table can hold.
+            MemoryError: the pool has too few free pages.
+        """
+        seq, length = self._check_seq(seq), self._lengths[seq] + num_tokens
+        if num_tokens < 0:
+            raise ValueError(f"PagedKVCache: num_tokens is {num_tokens}; want at least 0")
+        self._check_length(seq, num_tokens)
+        held = len(self._pages[seq])
+        missing = -(-length // self.page_size) - held
+        if missing > len(self._free):
+            raise MemoryError(f"PagedKVCache: sequence {seq} needs {missing} more pages; {len(self._free)} are free")
+        self._lengths[seq] = length
+        if missing > 0:
+            pages = [self._free.pop() for _ in range(missing)]
+            self._pages[seq] += pages
+            entries = torch.tensor(pages, dtype=torch.int32)
+            self.block_table[seq, held : held + missing] = entries.to(self.block_table.device)
+
+    def append(self, k, v, seqs=None):
+        """Store new tokens behind the ones that the sequences have, in place; takes pages as needed.
+
+        Args:
+            k: (n, t, Hkv, D), t new tokens for each of n sequences. v: (n, t, Hkv, Dv).
+            seqs: n different sequence numbers; None is 0 .. n-1.
+
+        Raises:
+            ValueError: shapes, dtypes or sequence numbers that do not fit, or a sequence longer than its table row.
+            MemoryError: the pool has too few free pages. Nothing is stored then.
+        """
+        seqs = list(range(k.shape[0])) if seqs is None else [self._check_seq(s) for s in seqs]
+        for name, x, pages in (("k", k, self.k_pages), ("v", v, self.v_pages)):
+            if x.ndim != 4 or x.shape[0] != len(seqs) or x.shape[1] != k.shape[1] or x.shape[2:] != pages.shape[2:]:
+                wanted = (len(seqs), k.shape[1], *pages.shape[2:])
+                raise ValueError(f"PagedKVCache: {name} has shape {tuple(x.shape)}; want {wanted}")
+            if x.dtype != pages.dtype or x.device != pages.device:
+                raise ValueError(
+                    f"PagedKVCache: {name} is {x.dtype} on {x.device}; want {pages.dtype} on {pages.device}"
+                )
+        if len(set(seqs)) != len(seqs):
+            raise ValueError(f"PagedKVCache: seqs is {seqs}; want every sequence once")
+        new = k.shape[1]
+        for s in seqs:
+            self._check_length(s, new)
+        needed = sum(max(0, -(-(self.length(s) + new) // self.page_size) - len(self._pages[s])) for s in seqs)
+        if needed > len(self._free):
+            raise MemoryError(f"PagedKVCache: {new} more tokens need {needed} pages; {len(self._free)} are free")
+        for s in seqs:
+            self.allocate(s, new)
+        self.write(k, v, seqs)
+
+    def write(self, k, v, seqs):
+        """The device half of ``append``: store into slots taken before, and advance ``seq_lens``.
+
+        Reads lengths and pages on the device only, so a CUDA graph may capture it (with ``seqs`` a tensor).
+        """
+        index = torch.as_tensor(seqs, dtype=torch.int64, device=self.seq_lens.device)
+        position = self.seq_lens[index].long()[:, None] + torch.arange(k.shape[1], device=index.device)
+        page = self.block_table[index[:, None], position // self.page_size].long()
+        slot = (page * self.page_size + position % self.page_size).flatten()
+        self.k_pages.view(-1, *k.shape[2:]).index_copy_(0, slot, k.flatten(0, 1))
+        self.v_pages.view(-1, *v.shape[2:]).index_copy_(0, slot, v.flatten(0, 1))
+        self.seq_lens.index_add_(0, index, torch.full_like(index, k.shape[1], dtype=torch.int32))
+
+    def free(self, seq):
+        """Forget sequence ``seq`` and give its pages back."""
+        seq = self._check_seq(seq)
+        self._free += reversed(self._pages[seq])
+        self._pages[seq], self._lengths[seq] = [], 0
+        self.block_table[seq].fill_(-1)
+        self.seq_lens[seq] = 0
+
+    def read(self, seq):
+        """Sequence ``seq`` as contiguous k (length, Hkv, D) and v (length, Hkv, Dv), for tests and lessons."""
+        seq = self._check_seq(seq)
+        pages = torch.tensor(self._pages[seq], dtype=torch.int64, device=self.k_pages.device)
+        return tuple(x[pages].flatten(0, 1)[: self._lengths[seq]] for x in (self.k_pages, self.v_pages))
+
+    def _check_length(self, seq, new):
+        length = self._lengths[seq] + new
+        if length > self.max_seq_len:
+            raise ValueError(
+                f"PagedKVCache: sequence {seq} would have {length} tokens; its row of the block table holds {self.max_seq_len}"
+            )
+
+    def _check_seq(self, seq):
+        if not 0 <= seq < len(self._pages):
+            raise ValueError(f"PagedKVCache: seq is {seq}; want 0 .. {len(self._pages) - 1}")
+        return int(seq)
+
+
+def check_paged(rung, q, k_cache, v_cache, block_table, seq_lens, *, scale, max_head_dim, q_layout, batch_of_q=True):
+    """Check what every kernel over a paged cache is given; returns the softmax scale.
+
+    On a CPU the lengths are checked too. On a GPU that would wait for the device, so the kernels themselves write NaN
+    for a sequence whose length is negative or beyond its block table.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what is wanted. NotImplementedError: head size.
+    """
+    layouts = (("q", q, q_layout), ("k_cache", k_cache, "(num_pages, page_size, Hkv, D)"),
+               ("v_cache", v_cache, "(num_pages, page_size, Hkv, Dv)"))  # fmt: skip
+    for name, x, layout in layouts:
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{rung}: {name} is a {type(x).__name__}; want a torch.Tensor {layout}")
+        if x.ndim != layout.count(",") + 1:
+            raise ValueError(f"{rung}: {name} has shape {tuple(x.shape)}; want {layout}")
+        if x.dtype not in FLOATS or x.dtype != q.dtype:
+            raise ValueError(f"{rung}: {name} has dtype {x.dtype}; want float16, bfloat16 or float32, one for q and the cache")
+        if x.device != q.device:
+            raise ValueError(f"{rung}: {name} is on {x.device}; want {q.device}, the device of q")
+    num_heads, head_dim = q.shape[-2:]
+    _, page_size, num_kv_heads, head_dim_k = k_cache.shape
+    if page_size < 1:
+        raise ValueError(f"{rung}: k_cache has shape {tuple(k_cache.shape)}; want pages of at least one token")
+    if v_cache.shape[:3] != k_cache.shape[:3]:
+        raise ValueError(f"{rung}: v_cache has shape {tuple(v_cache.shape)}; want {(*k_cache.shape[:3], 'Dv')}")
+    if head_dim_k != head_dim or head_dim == 0 or v_cache.shape[3] == 0:
+        raise ValueError(f"{rung}: k_cache has head size {head_dim_k}, v_cache {v_cache.shape[3]}; want {head_dim}, that of q, and at least 1")
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        raise ValueError(f"{rung}: q has {num_heads} heads; want a multiple of the {num_kv_heads} heads of the cache")
+    if max_head_dim is not None and max(head_dim, v_cache.shape[3]) > max_head_dim:
+        raise NotImplementedError(f"{rung}: head size {max(head_dim, v_cache.shape[3])} is above {max_head_dim}; step04_gqa has no limit")
+
+    for name, x, ndim in (("block_table", block_table, 2), ("seq_lens", seq_lens, 1)):
+        layout = "(B, max_pages)" if ndim == 2 else "(B,)"
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{rung}: {name} is a {type(x).__name__}; want an int32 torch.Tensor {layout}")
+        if x.ndim != ndim:
+            raise ValueError(f"{rung}: {name} has shape {tuple(x.shape)}; want {layout}")
+        if x.dtype != torch.int32:
+            raise ValueError(f"{rung}: {name} has dtype {x.dtype}; want int32")
+        if x.device != q.device:
+            raise ValueError(f"{rung}: {name} is on {x.device}; want {q.device}, the device of q")
+    batch = q.shape[0] if batch_of_q else seq_lens.shape[0]
+    if block_table.shape[0] != batch or seq_lens.shape[0] != batch:
+        raise ValueError(
+            f"{rung}: block_table has {block_table.shape[0]} rows, seq_lens {seq_lens.shape[0]}; want {batch}, one a sequence"
+        )
+    if seq_lens.device.type == "cpu" and batch:
+        capacity = block_table.shape[1] * page_size
+        shortest, longest = int(seq_lens.min()), int(seq_lens.max())
+        if shortest < 0 or longest > capacity:
+            wrong = shortest if shortest < 0 else longest
+            raise ValueError(f"{rung}: seq_lens holds {wrong}; want 0 .. {capacity}, what a row of block_table can address")
+    return check_scale(rung, scale, head_dim)

@@ -1,0 +1,467 @@
+"""Launching the first DFlash: arguments checked, tiles and splits chosen, one kernel for each call."""
+
+import torch
+
+from ladder.contract import check_attention, check_cu_seqlens
+from ladder.step05_fused.attention import LOG2_E
+from ladder.step06_paged.attention import check_out, choose_num_splits, processors
+from ladder.step06_paged.cache import check_paged
+
+RUNG = "step07_dflash1"
+MAX_HEAD_DIM = 256
+
+
+def attention(q, k, v, *, causal=False, scale=None, return_lse=False, out=None, config=None):
+    """softmax(scale * q k^T) v in one kernel launch.
+
+    Args:
+        q: (B, Hq, Sq, D). k: (B, Hkv, Sk, D). v: (B, Hkv, Sk, Dv). float16, bfloat16 or float32, any strides, on a
+            CUDA device, or on the CPU when Triton's interpreter is on. Head sizes up to 256.
+            Hq is any multiple of Hkv; query head h reads KV head h // (Hq // Hkv).
+        causal: query i sees keys j <= i + Sk - Sq (aligned to the bottom right).
+        scale: factor on the scores; None is 1/sqrt(D).
+        return_lse: also return the natural log-sum-exp of each row's scaled scores.
+        out: tensor (B, Hq, Sq, Dv) for the result, any strides. None allocates.
+        config: launch parameters that replace those of ``prefill_config``, for tuning.
+
+    Returns:
+        (B, Hq, Sq, Dv) in the dtype of q; with return_lse also (B, Hq, Sq) float32.
+        Rows that see no key are 0 with log-sum-exp -inf.
+
+    Raises:
+        TypeError, ValueError: see ``ladder.contract``; also bfloat16 in the interpreter, which multiplies it wrongly.
+        NotImplementedError: head sizes above 256; gradients (step 04 is differentiable).
+
+    Source: Dao, "FlashAttention-2", algorithm 1; the exponent as one multiply-add is its section 3.1.
+    """
+    scale = check_attention(
+        RUNG, q, k, v, causal=causal, scale=scale,
+        grouped_heads=True, unequal_head_dims=True, max_head_dim=MAX_HEAD_DIM,
+    )  # fmt: skip
+    kernel = _device_code(q, k, v).dflash1_prefill
+    (batch, num_heads, seqlen_q, head_dim), (_, num_kv_heads, seqlen_k, _) = q.shape, k.shape
+    head_dim_v = v.shape[3]
+    out = check_out(RUNG, out, q, (batch, num_heads, seqlen_q, head_dim_v), False)
+    lse = q.new_empty(batch, num_heads, seqlen_q, dtype=torch.float32) if return_lse else None
+    config = {**prefill_config(head_dim, head_dim_v, q.element_size(), arch(q.device)), **(config or {})}
+    num_tiles = -(-seqlen_q // config["BLOCK_M"])
+    if num_tiles * num_heads * batch:
+        with torch.cuda.device_of(q):  # the launch goes to the current device
+            kernel[(num_tiles * num_heads * batch,)](
+                q, k, v, out, lse, None, None, None, None, None,
+                *q.stride(), *k.stride(), *v.stride(), *out.stride(), 0, 0,
+                num_tiles, num_heads, num_heads // num_kv_heads, batch, seqlen_q, seqlen_k, seqlen_q, _scale_log2(scale),
+                HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, PAGE_SIZE=0, CAUSAL=causal, SIGN=_sign(scale),
+                HAS_LSE=return_lse, RAGGED=False, TOP_K=0, **layout(k, v), **config,
+            )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def attention_varlen(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *,
+    causal=False, scale=None, return_lse=False, out=None, out_index=None, config=None,
+):  # fmt: skip
+    """Attention over a ragged batch: sequences of different lengths packed one after another, no padding.
+
+    The lengths stay on the device: the grid has a slot for every tile that total_q tokens in that many sequences can
+    need, and each program finds its sequence by a binary search.
+
+    Args:
+        q: (total_q, Hq, D). k: (total_k, Hkv, D). v: (total_k, Hkv, Dv). As in ``attention``.
+        cu_seqlens_q, cu_seqlens_k: (num_seqs + 1,) int32 or int64, where each sequence starts. Checked on a CPU only.
+        causal, scale, return_lse, config: as in ``attention``; causal is aligned to the bottom right of each sequence.
+        out: tensor for the result. With ``out_index`` it may have more rows than that writes. None allocates.
+        out_index: (total_q, top_k) int32 or int64: token t's row is stored at rows out_index[t], not at t; a negative
+            entry is stored nowhere. ``group_tokens(...).places`` puts every token behind each of its experts, which
+            saves the pass that would permute the output. Rows that no entry names are left as they were.
+
+    Returns:
+        (total_q, Hq, Dv), or (total_q * top_k, Hq, Dv) with out_index; with return_lse also (Hq, total_q) float32.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what is wanted. NotImplementedError: as ``attention``.
+
+    Source: the packed layout of FlashAttention's ``flash_attn_varlen_func``.
+    """
+    scale = _check_packed(q, k, v, causal, scale)
+    num_seqs = _check_cu("cu_seqlens_q", cu_seqlens_q, q)
+    if _check_cu("cu_seqlens_k", cu_seqlens_k, k) != num_seqs:
+        raise ValueError(
+            f"{RUNG}: cu_seqlens_k has {cu_seqlens_k.numel() - 1} sequences; want {num_seqs}, those of cu_seqlens_q"
+        )
+    return _packed_prefill(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, causal, scale, return_lse, out, out_index, config
+    )
+
+
+def paged_prefill(
+    q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, *,
+    scale=None, return_lse=False, out=None, out_index=None, config=None,
+):  # fmt: skip
+    """Causal attention of a chunk of new tokens of each sequence over its pages, where the chunk's keys already are.
+
+    Args:
+        q: (total_q, Hq, D), the newest tokens of all sequences packed.
+        k_cache, v_cache, block_table, seq_lens: as in ``paged_decode``; seq_lens counts the chunk too.
+        cu_seqlens_q: (B + 1,) int32 or int64, where each sequence's chunk starts in q.
+        scale, return_lse, out, out_index, config: as in ``attention_varlen``.
+
+    Returns, Raises: as ``attention_varlen``; lengths beyond the block table as ``paged_decode``.
+    """
+    scale = check_paged(
+        RUNG, q, k_cache, v_cache, block_table, seq_lens,
+        scale=scale, max_head_dim=MAX_HEAD_DIM, q_layout="(total_q, Hq, D)", batch_of_q=False,
+    )  # fmt: skip
+    if _check_cu("cu_seqlens_q", cu_seqlens_q, q) != seq_lens.shape[0]:
+        raise ValueError(
+            f"{RUNG}: cu_seqlens_q has {cu_seqlens_q.numel() - 1} sequences; want {seq_lens.shape[0]}, those of seq_lens"
+        )
+    return _packed_prefill(
+        q, k_cache, v_cache, cu_seqlens_q, None, block_table, seq_lens, True, scale, return_lse, out, out_index, config
+    )
+
+
+def paged_decode(
+    q, k_cache, v_cache, block_table, seq_lens, *,
+    scale=None, num_kv_splits=None, return_lse=False, out=None, workspace=None, config=None,
+):  # fmt: skip
+    """Attention of the newest tokens of every sequence over its pages: one kernel, also when the keys are split.
+
+    Arguments, results and errors as in ``ladder.step06_paged.paged_decode``, except
+
+        workspace: a ``DecodeWorkspace``, which calls on one stream may share. None allocates what is needed.
+        config: launch parameters that replace those of ``decode_config``, for tuning.
+    """
+    one_token = isinstance(q, torch.Tensor) and q.ndim == 3
+    if one_token:
+        q = q[:, None]
+    scale = check_paged(
+        RUNG, q, k_cache, v_cache, block_table, seq_lens,
+        scale=scale, max_head_dim=MAX_HEAD_DIM, q_layout="(B, q_len, Hq, D)",
+    )  # fmt: skip
+    out = check_out(RUNG, out, q, (*q.shape[:3], v_cache.shape[3]), one_token)
+    lse = _decode(q, k_cache, v_cache, block_table, seq_lens, out, scale, num_kv_splits, return_lse, workspace, config)
+    if one_token:
+        out, lse = out[:, 0], lse[..., 0] if return_lse else None
+    return (out, lse) if return_lse else out
+
+
+def mla_decode(
+    q, latent_cache, block_table, seq_lens, *,
+    scale, head_dim_v=512, num_kv_splits=None, return_lse=False, out=None, workspace=None, config=None,
+):  # fmt: skip
+    """Multi-head latent attention with the projections absorbed: every head reads the same latent key.
+
+    Args:
+        q: (B, q_len, H, 576): 512 columns against the latent, 64 rotary ones. (B, H, 576) for one new token.
+        latent_cache: (num_pages, page_size, 576). Its first ``head_dim_v`` columns are also the value, loaded once.
+        scale: has no default: the model's scale belongs to its unabsorbed head size (1/sqrt(192) in DeepSeek-V2 and
+            V3, times the factor of its rotary scaling), which the shapes here do not show.
+        head_dim_v: columns of the value: a power of two, at least 16.
+        The others as in ``paged_decode``.
+
+    Returns:
+        (B, q_len, H, head_dim_v); with return_lse also (B, H, q_len) float32.
+
+    Raises:
+        As ``paged_decode``.
+
+    Source: DeepSeek-AI, "DeepSeek-V2", section 2.1; the shared tile is FlashMLA's.
+    """
+    if not isinstance(latent_cache, torch.Tensor) or latent_cache.ndim != 3:
+        came = tuple(latent_cache.shape) if isinstance(latent_cache, torch.Tensor) else type(latent_cache).__name__
+        raise ValueError(f"{RUNG}: latent_cache is {came}; want a tensor (num_pages, page_size, D)")
+    if not 16 <= head_dim_v <= latent_cache.shape[2] or head_dim_v & (head_dim_v - 1):
+        raise ValueError(f"{RUNG}: head_dim_v is {head_dim_v}; want a power of two, 16 .. {latent_cache.shape[2]}")
+    if scale is None:
+        raise TypeError(f"{RUNG}: scale is None; want the model's, 1/sqrt(192) for DeepSeek-V2")
+    one_token = isinstance(q, torch.Tensor) and q.ndim == 3
+    if one_token:
+        q = q[:, None]
+    k_cache = latent_cache[:, :, None]
+    v_cache = k_cache[..., :head_dim_v]
+    scale = check_paged(
+        RUNG, q, k_cache, v_cache, block_table, seq_lens, scale=scale, max_head_dim=None, q_layout="(B, q_len, H, D)"
+    )
+    if q.shape[-1] > 2 * head_dim_v:
+        raise NotImplementedError(f"{RUNG}: D = {q.shape[-1]} is above twice head_dim_v = {head_dim_v}")
+    out = check_out(RUNG, out, q, (*q.shape[:3], head_dim_v), one_token)
+    lse = _decode(
+        q, k_cache, v_cache, block_table, seq_lens, out, scale, num_kv_splits, return_lse, workspace, config, latent=True
+    )
+    if one_token:
+        out, lse = out[:, 0], lse[..., 0] if return_lse else None
+    return (out, lse) if return_lse else out
+
+
+class DecodeWorkspace:
+    """Scratch memory of split decode: partial outputs, their log-sum-exps, and counters of finished splits.
+
+    It grows to the largest call and is then reused, by the calls of one stream, one after another. Growing allocates, so
+    run the largest shape once before capturing a CUDA graph. A call that is not split needs none of it.
+    """
+
+    def __init__(self, device="cuda"):
+        self.device = torch.device(device)
+        self.partials = torch.empty(0, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(0, dtype=torch.int32, device=device)  # every launch leaves them at zero
+
+    @property
+    def nbytes(self):
+        """Bytes held."""
+        return 4 * (self.partials.numel() + self.counters.numel())
+
+    def reserve(self, elements, counters):
+        """Hold at least so many float32 elements and counters."""
+        if self.partials.numel() < elements:
+            self.partials = torch.empty(elements, dtype=torch.float32, device=self.device)
+        if self.counters.numel() < counters:
+            self.counters = torch.zeros(counters, dtype=torch.int32, device=self.device)
+
+
+def _decode(
+    q, k_cache, v_cache, block_table, seq_lens, out, scale, num_kv_splits, return_lse, workspace, config, latent=False
+):  # fmt: skip
+    """Launch ``dflash1_decode`` on checked arguments; returns the log-sum-exp or None."""
+    kernel = _device_code(q, k_cache, v_cache).dflash1_decode
+    (batch, q_len, num_heads, head_dim), (_, page_size, num_kv_heads, head_dim_v) = q.shape, v_cache.shape
+    group = num_heads // num_kv_heads
+    config = {**decode_config(head_dim, head_dim_v, q_len * group, page_size, q.element_size(), arch(q.device), latent), **(config or {})}  # fmt: skip
+    block_m, rows = config["BLOCK_M"], q_len * group
+    row_tiles = -(-rows // block_m)
+    groups, capacity = batch * num_kv_heads * row_tiles, block_table.shape[1] * page_size
+    if num_kv_splits is None:
+        num_kv_splits = choose_num_splits(groups, capacity, config["BLOCK_N"], processors(q.device))
+    elif isinstance(num_kv_splits, bool) or not isinstance(num_kv_splits, int) or num_kv_splits < 1:
+        raise ValueError(f"{RUNG}: num_kv_splits is {num_kv_splits!r}; want an integer of at least 1, or None")
+    lse = q.new_empty(batch, num_heads, q_len, dtype=torch.float32) if return_lse else None
+    if not groups:
+        return lse
+
+    partials = part_lse = counters = None
+    if num_kv_splits > 1:
+        workspace = DecodeWorkspace(q.device) if workspace is None else workspace
+        if not isinstance(workspace, DecodeWorkspace) or workspace.partials.device != q.device:
+            came = workspace.partials.device if isinstance(workspace, DecodeWorkspace) else type(workspace).__name__
+            raise ValueError(f"{RUNG}: workspace is {came}; want a DecodeWorkspace on {q.device}")
+        part_rows = groups * num_kv_splits * block_m
+        workspace.reserve(part_rows * (head_dim_v + 1), groups)
+        partials, part_lse, counters = workspace.partials, workspace.partials[part_rows * head_dim_v :], workspace.counters
+    merge_rows = min(block_m, 1 << (rows - 1).bit_length())
+    merge_dv = min(config["BLOCK_DV"], 4096 // merge_rows)
+    with torch.cuda.device_of(q):
+        kernel[(groups * num_kv_splits,)](
+            q, k_cache, v_cache, block_table, seq_lens, out, lse, partials, part_lse, counters,
+            *q.stride(), *k_cache.stride(), *v_cache.stride(), *out.stride(), *block_table.stride(),
+            num_kv_heads, q_len, capacity, num_kv_splits, _scale_log2(scale),
+            GROUP=group, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, PAGE_SIZE=page_size, V_IS_K=latent,
+            SPLIT=num_kv_splits > 1, MERGE_ROWS=merge_rows, MERGE_DV=merge_dv, MERGE_SPLITS=4096 // (merge_rows * merge_dv),
+            **layout(k_cache, v_cache), SIGN=_sign(scale), HAS_LSE=return_lse, **config,
+        )  # fmt: skip
+    return lse
+
+
+def _packed_prefill(q, k, v, cu_q, cu_k, block_table, seq_lens, causal, scale, return_lse, out, out_index, config):
+    """Launch ``dflash1_prefill`` on checked packed tokens; K and V packed too, or in pages."""
+    kernel = _device_code(q, k, v).dflash1_prefill
+    (total_q, num_heads, head_dim), num_kv_heads, head_dim_v = q.shape, k.shape[-2], v.shape[-1]
+    paged = block_table is not None
+    page_size = k.shape[1] if paged else 0
+    top_k, rows = 0, total_q
+    if out_index is not None:
+        top_k = _check_out_index(out_index, q)
+        rows = total_q * top_k
+    if out is None:
+        out = q.new_empty(rows, num_heads, head_dim_v)
+    elif out.ndim != 3 or out.shape[1:] != (num_heads, head_dim_v) or out.dtype != q.dtype or out.device != q.device \
+            or (out.shape[0] < rows if top_k else out.shape[0] != rows):  # fmt: skip
+        wanted = f"({'at least ' if top_k else ''}{rows}, {num_heads}, {head_dim_v}) {q.dtype} on {q.device}"
+        raise ValueError(f"{RUNG}: out is {tuple(out.shape)} {out.dtype} on {out.device}; want {wanted}")
+    lse = q.new_empty(num_heads, total_q, dtype=torch.float32) if return_lse else None
+    config = {**prefill_config(head_dim, head_dim_v, q.element_size(), arch(q.device), page_size, ragged=True), **(config or {})}
+    num_seqs = cu_q.numel() - 1
+    num_tiles = total_q // config["BLOCK_M"] + num_seqs
+    k_strides, v_strides = (x.stride() if paged else (0, *x.stride()) for x in (k, v))  # (page, key, head, dim)
+    if total_q and num_heads:
+        with torch.cuda.device_of(q):
+            kernel[(num_tiles * num_heads,)](
+                q, k, v, out, lse, cu_q, cu_k, block_table, seq_lens, out_index,
+                0, q.stride(1), q.stride(0), q.stride(2),
+                k_strides[0], k_strides[2], k_strides[1], k_strides[3],
+                v_strides[0], v_strides[2], v_strides[1], v_strides[3],
+                0, out.stride(1), out.stride(0), out.stride(2), *(block_table.stride() if paged else (0, 0)),
+                num_tiles, num_heads, num_heads // num_kv_heads, num_seqs, 0,
+                block_table.shape[1] * page_size if paged else 0, total_q, _scale_log2(scale),
+                HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, PAGE_SIZE=page_size, CAUSAL=causal, SIGN=_sign(scale),
+                HAS_LSE=return_lse, RAGGED=True, TOP_K=top_k, **layout(k, v), **config,
+            )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def prefill_config(head_dim, head_dim_v, itemsize, arch, page_size=0, ragged=False):
+    """Tile sizes, warps and pipeline stages: the largest tiles that this processor's registers hold without spilling.
+
+    Args:
+        head_dim, head_dim_v: sizes of a query/key and of a value head. itemsize: bytes of an element.
+        arch: 10 * major + minor of the compute capability. page_size: of the cache; 0 without pages.
+        ragged: packed sequences, whose bookkeeping takes registers too.
+    """
+    block_d, tail_d = split_head(head_dim)
+    block_dv = max(16, 1 << (head_dim_v - 1).bit_length())
+    widest = max(block_d + tail_d, block_dv)
+    if itemsize == 4:  # float32 goes through the ordinary multipliers, where small tiles keep registers free
+        block_m, block_n, num_stages = (64, 32, 1) if widest <= 64 else (32, 32, 1) if widest <= 128 else (32, 16, 1)
+    elif arch == 90:
+        block_m, block_n, num_stages = (128, 128, 2) if widest <= 192 and block_dv <= 128 else (128, 64, 2)
+    elif 100 <= arch < 120:
+        block_m, block_n, num_stages = (128, 64, 2) if widest <= 192 and block_dv <= 128 else (128, 32, 2)
+    else:  # Ampere, Ada and small Blackwells: operands pass through registers, and masks take more
+        plain = head_dim == head_dim_v == widest <= 128 and not ragged
+        block_m, block_n, num_stages = (128, 64, 2) if plain else (64, 32, 2)
+    if page_size:
+        block_n = _fit_page(block_n, page_size)
+        num_stages += itemsize < 4  # one stage is the page lookup
+    return dict(
+        BLOCK_D=block_d, TAIL_D=tail_d, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_N=block_n,
+        PRECISION="ieee" if itemsize == 4 else "tf32", num_warps=8, num_stages=num_stages,
+    )  # fmt: skip
+
+
+def decode_config(head_dim, head_dim_v, rows, page_size, itemsize, arch, latent=False):
+    """As ``prefill_config``, for ``rows`` = new tokens times query heads of a KV group."""
+    block_d, tail_d = split_head(head_dim)
+    block_dv = max(16, 1 << (head_dim_v - 1).bit_length())
+    if latent:
+        block_d, tail_d = head_dim_v, max(16, 1 << (head_dim - head_dim_v - 1).bit_length()) if head_dim > head_dim_v else 0
+    widest = max(block_d + tail_d, block_dv)
+    block_m = max(16, min(64, 1 << (max(1, rows) - 1).bit_length()))
+    if itemsize == 4:
+        block_m, block_n = 16, 32 if widest <= 64 else 16
+        num_warps, num_stages = 4 if widest <= 128 else 8, 1
+    elif widest > 256:
+        block_n, num_warps, num_stages = (32, 4, 3) if block_m <= 32 else (64, 8, 2)
+        if arch not in (90, 100, 103):
+            block_m, block_n, num_warps, num_stages = min(block_m, 32), 32, 8, 2
+    else:
+        block_n, num_warps, num_stages = (64 if widest <= 128 else 32), 4, 5  # two of them wait for the page lookup
+    return dict(
+        BLOCK_D=block_d, TAIL_D=tail_d, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_N=_fit_page(block_n, page_size),
+        PRECISION="ieee" if itemsize == 4 else "tf32", num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+
+
+def split_head(head_dim):
+    """(BLOCK_D, TAIL_D): a head as one power of two, or as two where that wastes less: 192 = 128 + 64, 96 = 64 + 32."""
+    whole = max(16, 1 << (head_dim - 1).bit_length())
+    block = whole // 2
+    tail = max(16, 1 << (head_dim - block - 1).bit_length()) if head_dim > block else 0
+    return (block, tail) if block >= 16 and 0 < tail and block + tail < whole else (whole, 0)
+
+
+def arch(device):
+    """10 * major + minor of the compute capability; a Hopper's on the CPU, so that the interpreter walks its tiles."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def layout(k, v):
+    """What the kernels are told about addresses: ALIGNED, elements of 16 bytes when every row of k and v starts on 16
+    bytes, else 0; WIDE, whether an offset within a tile needs 64 bits.
+    """
+    unit = 16 // k.element_size()
+    aligned = all(
+        x.data_ptr() % 16 == 0 and x.stride(-1) == 1 and all(s % unit == 0 for s in x.stride()[:-1]) for x in (k, v)
+    )
+    wide = any(abs(s) * max(256, x.shape[-1]) >= 1 << 30 for x in (k, v) for s in x.stride()[1:])
+    return dict(ALIGNED=unit if aligned else 0, WIDE=wide)
+
+
+def _fit_page(block_n, page_size):
+    """The tile that lets one lookup serve it: the page where that is a smaller power of two, at least 16."""
+    return page_size if 16 <= page_size < block_n and page_size & (page_size - 1) == 0 else block_n
+
+
+def bytes_moved(problem):
+    """Bytes that one prefill loads and stores outside the chip's registers and shared memory: Q and the output once, K
+    and V once per query tile; L2 serves most of the repeats. Needs B, Hq, Hkv, Sq, Sk, D, Dv, itemsize, causal.
+    """
+    p, keys_loaded = problem, 0
+    block_m = prefill_config(p.D, p.Dv, p.itemsize, 90)["BLOCK_M"]
+    for q1 in range(block_m, p.Sq + block_m, block_m):
+        keys_loaded += max(0, min(p.Sk, q1 + p.Sk - p.Sq)) if p.causal else p.Sk
+    return p.itemsize * p.B * p.Hq * (p.Sq * (p.D + p.Dv) + keys_loaded * (p.D + p.Dv))
+
+
+def decode_bytes_moved(problem):
+    """Bytes that one decode call loads and stores: K and V once per KV head (once in all for a latent cache), and what
+    the splits leave for the merge. Needs the fields of ``ladder.lab.decode.DecodeProblem``.
+    """
+    p, rows = problem, problem.q_len * (problem.Hq // problem.Hkv)
+    config = decode_config(p.D, p.Dv, rows, p.page_size, p.itemsize, 90, p.latent)
+    row_tiles = -(-rows // config["BLOCK_M"])
+    splits = choose_num_splits(p.B * p.Hkv * row_tiles, p.capacity, config["BLOCK_N"], 132)
+    partial = 2 * 4 * p.B * p.Hkv * rows * splits * (p.Dv + 1) if splits > 1 else 0
+    return row_tiles * p.kv_bytes + p.itemsize * p.B * p.Hkv * rows * (splits * p.D + p.Dv) + partial
+
+
+def _sign(scale):
+    return (scale > 0) - (scale < 0)
+
+
+def _scale_log2(scale):
+    return abs(scale) * LOG2_E if scale else 1.0  # a zero scale is a zero q
+
+
+def _check_packed(q, k, v, causal, scale):
+    for name, x, layout in (("q", q, "(total_q, Hq, D)"), ("k", k, "(total_k, Hkv, D)"), ("v", v, "(total_k, Hkv, Dv)")):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{RUNG}: {name} is a {type(x).__name__}; want a torch.Tensor of shape {layout}")
+        if x.ndim != 3:
+            raise ValueError(f"{RUNG}: {name} has shape {tuple(x.shape)}; want three dimensions {layout}")
+    return check_attention(
+        RUNG, *(x.transpose(0, 1)[None] for x in (q, k, v)), causal=causal, scale=scale,
+        grouped_heads=True, unequal_head_dims=True, max_head_dim=MAX_HEAD_DIM,
+    )  # fmt: skip
+
+
+def _check_cu(name, cu_seqlens, packed):
+    """Check cumulative lengths, their values on a CPU only; returns the number of sequences."""
+    if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.device != packed.device:
+        raise ValueError(f"{RUNG}: {name} is on {cu_seqlens.device}; want {packed.device}, the device of q")
+    if packed.device.type == "cpu" or not isinstance(cu_seqlens, torch.Tensor):
+        return len(check_cu_seqlens(RUNG, name, cu_seqlens, packed.shape[0])) - 1
+    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{RUNG}: {name} is {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; want (num_seqs + 1,) int32 or int64")
+    if not cu_seqlens.is_contiguous():
+        raise ValueError(f"{RUNG}: {name} has stride {cu_seqlens.stride()}; want a contiguous tensor")
+    return cu_seqlens.numel() - 1
+
+
+def _check_out_index(out_index, q):
+    """Check where rows go; returns top_k."""
+    if not isinstance(out_index, torch.Tensor):
+        raise TypeError(f"{RUNG}: out_index is a {type(out_index).__name__}; want a torch.Tensor (total_q, top_k)")
+    fits = out_index.ndim == 2 and out_index.shape[0] == q.shape[0] and out_index.shape[1] >= 1
+    if not fits or out_index.dtype not in (torch.int32, torch.int64) or not out_index.is_contiguous():
+        raise ValueError(
+            f"{RUNG}: out_index is {tuple(out_index.shape)} {out_index.dtype}; want a contiguous ({q.shape[0]}, top_k) int32 or int64"
+        )
+    if out_index.device != q.device:
+        raise ValueError(f"{RUNG}: out_index is on {out_index.device}; want {q.device}, the device of q")
+    return out_index.shape[1]
+
+
+def _device_code(q, *others):
+    """The module of kernels, imported on first use; checks that they can run on these tensors."""
+    from ladder.step05_fused.attention import _kernel as check_device
+
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, *others)):
+        raise NotImplementedError(f"{RUNG}: forward only; use torch.no_grad(), or step04_gqa, which is differentiable")
+    check_device(RUNG, q)
+    from . import kernel
+
+    return kernel
+
+

@@ -1,0 +1,182 @@
+"""Expert-grouped execution: tokens sorted by expert on the device, and launches that cover real rows only."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .attention import RUNG, _device_code
+
+SORT_BLOCK = 128  # assignments that one program of the sort ranks among themselves
+
+
+@dataclass(frozen=True)
+class TokenGroups:
+    """Assignments sorted by expert, in token order within an expert: the same on every run.
+
+    order: (T * top_k,) int32. Row p of the expert order is assignment order[p], made by token order[p] // top_k.
+    offsets: (num_experts + 1,) int32. Expert e owns rows offsets[e] .. offsets[e + 1].
+    places: (T, top_k) int32. The row where each assignment went, -1 when its id named no expert: the inverse of ``order``
+        and the ``out_index`` of ``attention_varlen``.
+    """
+
+    order: torch.Tensor
+    offsets: torch.Tensor
+    places: torch.Tensor
+
+    @property
+    def top_k(self):
+        return self.places.shape[1]
+
+    @property
+    def num_experts(self):
+        return self.offsets.numel() - 1
+
+
+def group_tokens(expert_ids, num_experts):
+    """Sort tokens by expert: a stable counting sort on the device, without waiting for it.
+
+    Args:
+        expert_ids: (T,) or (T, top_k) int32 or int64: the experts that each token chose. An id outside
+            0 .. num_experts - 1 is an assignment dropped by the router: it goes nowhere.
+        num_experts: at least 1.
+
+    Returns:
+        TokenGroups. Rows of ``order`` behind offsets[-1] (there are some when ids were dropped) are -1.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what is wanted.
+    """
+    if not isinstance(expert_ids, torch.Tensor):
+        raise TypeError(f"{RUNG}: expert_ids is a {type(expert_ids).__name__}; want a torch.Tensor (T, top_k)")
+    if expert_ids.ndim not in (1, 2) or expert_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"{RUNG}: expert_ids is {tuple(expert_ids.shape)} {expert_ids.dtype}; want (T,) or (T, top_k), int32 or int64"
+        )
+    if isinstance(num_experts, bool) or not isinstance(num_experts, int) or num_experts < 1:
+        raise ValueError(f"{RUNG}: num_experts is {num_experts!r}; want an integer of at least 1")
+    kernels = _kernels(expert_ids)
+    expert_ids = (expert_ids[:, None] if expert_ids.ndim == 1 else expert_ids).contiguous()
+    total = expert_ids.numel()
+    blocks = -(-total // SORT_BLOCK)
+    device = expert_ids.device
+    order = torch.full((total,), -1, dtype=torch.int32, device=device)
+    places = torch.empty(expert_ids.shape, dtype=torch.int32, device=device)
+    offsets = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
+    if not total:
+        return TokenGroups(order, offsets, places)
+    counts = torch.empty(num_experts, blocks, dtype=torch.int32, device=device)
+    with torch.cuda.device_of(expert_ids):
+        kernels.dflash1_group_count[(blocks,)](
+            expert_ids, counts, total, num_experts, blocks, BLOCK=SORT_BLOCK, BINS=1 << num_experts.bit_length()
+        )
+        # Expert-major, block-minor: one running sum gives where every (expert, block) starts.
+        ends = counts.view(-1).cumsum(0, dtype=torch.int32).view(num_experts, blocks)
+        starts = ends - counts
+        offsets[1:] = ends[:, -1]
+        kernels.dflash1_group_place[(blocks,)](
+            expert_ids, starts, order, places, total, num_experts, blocks, BLOCK=SORT_BLOCK
+        )
+    return TokenGroups(order, offsets, places)
+
+
+def tile_map(offsets, block_rows, total_rows):
+    """Which program works on which rows: one entry for each tile that holds a real row, none for padding.
+
+    Args:
+        offsets: (num_experts + 1,) int32, as in ``TokenGroups``. block_rows: rows of a tile.
+        total_rows: rows of all experts, or more: known on the host.
+
+    Returns:
+        (slots, 2) int32: expert and first row of each tile, expert by expert. There are as many slots as ``total_rows``
+        rows can need, total_rows // block_rows + num_experts at the most; the ones left over are -1.
+    """
+    num_experts = offsets.numel() - 1
+    slots = min(total_rows, total_rows // block_rows + num_experts)
+    tiles = torch.full((slots, 2), -1, dtype=torch.int32, device=offsets.device)
+    if slots:
+        with torch.cuda.device_of(offsets):
+            _kernels(offsets).dflash1_tile_map[(num_experts,)](
+                offsets, tiles, num_experts, BLOCK_ROWS=block_rows, EXPERTS=1 << (num_experts - 1).bit_length()
+            )
+    return tiles
+
+
+def capacity_offsets(num_experts, capacity, device="cpu"):
+    """The offsets of the padded layout: ``capacity`` rows for every expert, used or not."""
+    return torch.arange(num_experts + 1, dtype=torch.int32, device=device) * capacity
+
+
+def grouped_matmul(x, weight, offsets, *, order=None, top_k=1, out=None, tiles=None, config=None):
+    """out[p] = x[token of row p] @ weight[expert of row p]: every expert's product in one launch, over real rows only.
+
+    Args:
+        x: (T, K), tokens; with ``order`` None its rows are already in expert order.
+        weight: (num_experts, K, N), any strides.
+        offsets: (num_experts + 1,) int32: expert e owns rows offsets[e] .. offsets[e + 1] of the output.
+            ``capacity_offsets`` gives the padded layout that this replaces.
+        order: (rows,) int32: ``TokenGroups.order``; the rows are gathered while they are loaded. None: no gather.
+        top_k: assignments of a token in ``order``.
+        out: (rows, N) for the result. None allocates. Rows behind offsets[-1] are not written.
+        tiles: ``tile_map(offsets, BLOCK_M, rows)`` made before, when several products share it. None makes it.
+        config: launch parameters that replace those of ``matmul_config``, for tuning.
+
+    Returns:
+        (rows, N), rows = len(order), or len(x) without it.
+
+    Raises:
+        ValueError: naming the argument, what came and what is wanted.
+    """
+    if x.ndim != 2 or weight.ndim != 3 or weight.shape[1] != x.shape[1]:
+        raise ValueError(f"{RUNG}: weight has shape {tuple(weight.shape)}, x {tuple(x.shape)}; want (num_experts, K, N), (T, K)")
+    if weight.dtype != x.dtype or weight.device != x.device:
+        raise ValueError(f"{RUNG}: weight is {weight.dtype} on {weight.device}; want {x.dtype} on {x.device}, those of x")
+    num_experts, inner, columns = weight.shape
+    if offsets.shape != (num_experts + 1,) or offsets.dtype != torch.int32 or not offsets.is_contiguous():
+        raise ValueError(f"{RUNG}: offsets is {tuple(offsets.shape)} {offsets.dtype}; want ({num_experts + 1},) int32")
+    if order is not None and (order.ndim != 1 or order.dtype != torch.int32 or not order.is_contiguous()):
+        raise ValueError(f"{RUNG}: order is {tuple(order.shape)} {order.dtype}; want (rows,) int32, contiguous")
+    rows = x.shape[0] if order is None else order.numel()
+    kernels = _kernels(x)
+    config = {**matmul_config(x.element_size()), **(config or {})}
+    if out is None:
+        out = x.new_empty(rows, columns)
+    elif tuple(out.shape) != (rows, columns) or out.dtype != x.dtype or out.device != x.device:
+        raise ValueError(f"{RUNG}: out is {tuple(out.shape)} {out.dtype} on {out.device}; want {(rows, columns)} {x.dtype} on {x.device}")
+    tiles = tile_map(offsets, config["BLOCK_M"], rows) if tiles is None else tiles
+    column_tiles = -(-columns // config["BLOCK_N"])
+    if tiles.shape[0] and column_tiles:
+        with torch.cuda.device_of(x):
+            kernels.dflash1_grouped_matmul[(tiles.shape[0] * column_tiles,)](
+                x, weight, out, tiles, offsets, order, *x.stride(), *weight.stride(), *out.stride(),
+                inner, columns, column_tiles, top_k, **config,
+            )  # fmt: skip
+    return out
+
+
+def matmul_config(itemsize):
+    """Tile sizes of ``grouped_matmul``: 64 rows, because a group's last tile is half empty on average."""
+    if itemsize == 4:
+        return dict(BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, PRECISION="ieee", num_warps=4, num_stages=2)
+    return dict(BLOCK_M=64, BLOCK_N=128, BLOCK_K=64, PRECISION="tf32", num_warps=4, num_stages=4)
+
+
+def permute_rows(x, groups, out=None):
+    """x (T, width) copied into expert order, (T * top_k, width): the pass that ``out_index`` makes unnecessary."""
+    if x.ndim != 2 or x.shape[0] != groups.places.shape[0] or x.stride(1) != 1:
+        raise ValueError(f"{RUNG}: x has shape {tuple(x.shape)}; want ({groups.places.shape[0]}, width), rows contiguous")
+    out = x.new_empty(groups.places.numel(), x.shape[1]) if out is None else out
+    if x.numel():
+        width = x.shape[1]
+        block = min(2048, 1 << (width - 1).bit_length())
+        with torch.cuda.device_of(x):
+            _kernels(x).dflash1_permute_rows[(x.shape[0], -(-width // block))](
+                x, out, groups.places, x.stride(0), out.stride(0), width, TOP_K=groups.top_k, BLOCK=block
+            )
+    return out
+
+
+def _kernels(x):
+    _device_code(x)
+    from . import groups_kernel
+
+    return groups_kernel
