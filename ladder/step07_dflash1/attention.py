@@ -312,7 +312,8 @@ def prefill_config(head_dim, head_dim_v, itemsize, arch, page_size=0, ragged=Fal
     if itemsize == 4:  # float32 goes through the ordinary multipliers, where small tiles keep registers free
         block_m, block_n, num_stages = (64, 32, 1) if widest <= 64 else (32, 32, 1) if widest <= 128 else (32, 16, 1)
     elif arch == 90:
-        block_m, block_n, num_stages = (128, 128, 2) if widest <= 192 and block_dv <= 128 else (128, 64, 2)
+        large = widest <= (128 if ragged else 192) and block_dv <= 128
+        block_m, block_n, num_stages = (128, 128, 2) if large else (128, 64, 2)
     elif 100 <= arch < 120:
         block_m, block_n, num_stages = (128, 64, 2) if widest <= 192 and block_dv <= 128 else (128, 32, 2)
     else:  # Ampere, Ada and small Blackwells: operands pass through registers, and masks take more
@@ -337,10 +338,10 @@ def decode_config(head_dim, head_dim_v, rows, page_size, itemsize, arch, latent=
     block_m = max(16, min(64, 1 << (max(1, rows) - 1).bit_length()))
     if itemsize == 4:
         block_m, block_n = 16, 32 if widest <= 64 else 16
-        num_warps, num_stages = 4 if widest <= 128 else 8, 1
+        num_warps, num_stages = 4 if widest <= 128 else 8 if widest <= 256 else 16, 1
     elif widest > 256:
         block_n, num_warps, num_stages = (32, 4, 3) if block_m <= 32 else (64, 8, 2)
-        if arch not in (90, 100, 103):
+        if arch != 90:  # half the rows: the accumulator of 64 x 512 fits no other register file
             block_m, block_n, num_warps, num_stages = min(block_m, 32), 32, 8, 2
     else:
         block_n, num_warps, num_stages = (64 if widest <= 128 else 32), 4, 5  # two of them wait for the page lookup

@@ -159,8 +159,7 @@ def dflash1_prefill(
             return  # a slot that this sequence does not need
     seq64 = seq.to(tl.int64)
     table = table_ptr
-    k_base = k_ptr + kv_head * stride_kh
-    v_base = v_ptr + kv_head * stride_vh
+    k_start, v_start = kv_head * stride_kh, kv_head * stride_vh
     beyond = False
     if PAGE_SIZE > 0:
         table = table_ptr + seq64 * stride_tb
@@ -171,14 +170,15 @@ def dflash1_prefill(
     elif RAGGED:
         first_key = tl.load(cu_k_ptr + seq)
         seqlen_k = (tl.load(cu_k_ptr + seq + 1) - first_key).to(tl.int32)
-        k_base += first_key.to(tl.int64) * stride_kn
-        v_base += first_key.to(tl.int64) * stride_vn
+        k_start += first_key.to(tl.int64) * stride_kn
+        v_start += first_key.to(tl.int64) * stride_vn
     else:
-        k_base += seq64 * stride_kb
-        v_base += seq64 * stride_vb
-
+        k_start += seq64 * stride_kb
+        v_start += seq64 * stride_vb
     if ALIGNED:
-        k_base, v_base = tl.multiple_of(k_base, 16), tl.multiple_of(v_base, 16)
+        k_start, v_start = tl.multiple_of(k_start, ALIGNED), tl.multiple_of(v_start, ALIGNED)
+    k_base, v_base = k_ptr + k_start, v_ptr + v_start
+
     query = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     in_range = (query < seqlen_q)[:, None]
     dim = tl.arange(0, BLOCK_D)
@@ -367,9 +367,10 @@ def dflash1_decode(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     table = table_ptr + batch64 * stride_tb
-    k_base, v_base = k_ptr + kv_head64 * stride_kh, v_ptr + kv_head64 * stride_vh
+    k_start, v_start = kv_head64 * stride_kh, kv_head64 * stride_vh
     if ALIGNED:
-        k_base, v_base = tl.multiple_of(k_base, 16), tl.multiple_of(v_base, 16)
+        k_start, v_start = tl.multiple_of(k_start, ALIGNED), tl.multiple_of(v_start, ALIGNED)
+    k_base, v_base = k_ptr + k_start, v_ptr + v_start
     for start in range(first, last, BLOCK_N):  # memory binds, so every tile may afford a mask
         k_first, v_first, k_rows, v_rows = dflash1_key_rows(
             table, start, last, stride_kp, stride_kn, stride_vp, stride_vn, stride_tp, BLOCK_N, PAGE_SIZE, ALIGNED, WIDE
