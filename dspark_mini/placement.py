@@ -34,7 +34,10 @@ MIN_GAIN = 0.005  # a rebalancing that wins less than this part of the busiest G
 
 
 class Move(NamedTuple):
-    """Copy the weights of `expert` of `layer` from slot `source` (of the old placement) into slot `target`."""
+    """Copy the weights of `expert` of `layer` from slot `source` (before any move) into slot `target`.
+
+    `source` is -1 where no GPU holds the expert any more (`shrink`): the weights must come from storage.
+    """
 
     layer: int
     expert: int
@@ -469,11 +472,11 @@ def rebalance(placement, load, *, max_moves=None, target=None, move_cost=0.0):
     move_cost  what one moved copy costs, in the units of `load`: a layer's moves are made only if they lower the load
                of its busiest GPU by more than `move_cost` times their number
 
-    Moves are found by steepest descent on the summed squares of GPU load above the goal, per moved copy. One step
-    swaps two copies (two moves), or lets a slot that holds a spare copy take another expert (one move). Every layer
-    keeps the prefix of its steps with the largest net gain; gains below MIN_GAIN of the busiest GPU's load are
-    routing noise and move nothing. A layer with no load keeps its plan. The moves of one call are simultaneous: every
-    `source` is a slot of the old placement, on the target's node where possible.
+    Moves are found by steepest descent on the summed GPU load above the goal, per moved copy. One step swaps two
+    copies (two moves), or lets a slot that holds a spare copy take another expert (one move). Every layer keeps the
+    prefix of its steps with the largest net gain; gains below MIN_GAIN of the busiest GPU's load are routing noise
+    and move nothing. A layer with no load keeps its plan. The moves of one call are simultaneous: every `source` is a
+    slot of the old placement, on the target's node where possible.
     """
     load = check_load(load)
     if load.shape != placement.load.shape:
@@ -494,6 +497,73 @@ def rebalance(placement, load, *, max_moves=None, target=None, move_cost=0.0):
     share = np.where(kept[:, None], placement.share, new.share)
     new = replace(new, share=share, _cache={})
     return new, _moves(placement, new)
+
+
+def shrink(placement, lost_gpus, load=None, *, slots_per_gpu=None):
+    """Plan for the GPUs that are left when `lost_gpus` are gone; returns (Placement, list of Move).
+
+    Survivors keep their order and become GPUs 0, 1, ...; each has `slots_per_gpu` slots (default: as many as now, or
+    more where that is not enough to hold every expert), the first of which are its old ones. Experts that were lost
+    with all their copies go first, hottest first, to the least-loaded GPU: into a free slot, or over a spare copy.
+    Free slots that remain take more copies of the hottest experts, and a last descent evens out the load. Slots in
+    the moves are numbered in the new placement; the result has one node (survivors per node may differ).
+    Raises ValueError if no GPU is left or the slots cannot hold all experts.
+    """
+    lost = sorted(set(int(g) for g in lost_gpus))
+    if lost and not 0 <= lost[0] <= lost[-1] < placement.num_gpus:
+        raise ValueError(f"lost_gpus must lie in 0 .. {placement.num_gpus - 1}, got {lost}")
+    alive = [g for g in range(placement.num_gpus) if g not in lost]
+    if not alive:
+        raise ValueError("lost_gpus names every GPU; at least one must be left")
+    load = placement.load if load is None else check_load(load)
+    if load.shape != placement.load.shape:
+        raise ValueError(f"load must have the placement's shape {placement.load.shape}, got {load.shape}")
+    num_experts, layers = placement.num_experts, placement.num_layers
+    needed = -(-num_experts // len(alive))
+    k = max(-(-placement.num_slots // placement.num_gpus), needed) if slots_per_gpu is None else int(slots_per_gpu)
+    held = _slots_per_gpu(placement.num_slots, placement.num_gpus)[alive]
+    if k < max(needed, held.max()):
+        raise ValueError(f"slots_per_gpu must be at least {max(needed, held.max())} for {len(alive)} GPUs, got {k}")
+    kept = np.full((layers, len(alive), k), -1)
+    for new, old in enumerate(alive):
+        kept[:, new, : held[new]] = placement.slot_expert[:, placement.slot_gpu == old]
+    plan = kept.copy()
+    for layer in range(layers):
+        _fill(plan[layer], load[layer] if load[layer].any() else np.ones(num_experts))
+    plan = _stay(kept, _descend(plan, load, None, 0.99, 0.0))
+    new = Placement(plan.reshape(layers, -1), load, len(alive))
+    moves = []
+    for layer, slot in np.argwhere(new.slot_expert != kept.reshape(layers, -1)):
+        expert = int(new.slot_expert[layer, slot])
+        sources = np.flatnonzero(kept[layer].ravel() == expert)
+        moves.append(Move(int(layer), expert, int(sources[0]) if len(sources) else -1, int(slot)))
+    return new, moves
+
+
+def _fill(rows, load):
+    """Put every missing expert, then spare copies, into `rows` (gpus, k) in place; -1 marks a free slot."""
+    num_experts = len(load)
+    for _ in range(num_experts + rows.size):
+        copies = np.bincount(rows[rows >= 0], minlength=num_experts)
+        missing = np.flatnonzero(copies == 0)
+        free = (rows < 0).any(axis=1)
+        if len(missing) == 0 and not free.any():
+            return
+        per_copy = load / np.maximum(copies, 1)
+        gpu_load = np.where(rows >= 0, per_copy[rows], 0.0).sum(axis=1)
+        if len(missing):
+            expert = missing[load[missing].argmax()]
+        else:  # the hottest copy that some GPU with room does not hold yet
+            order = np.argsort(-per_copy, kind="stable")
+            expert = next((e for e in order if (free & ~(rows == e).any(axis=1)).any()), order[0])
+        if free.any():
+            able = free & ~(rows == expert).any(axis=1)
+            gpu = np.where(able if able.any() else free, gpu_load, np.inf).argmin()
+            rows[gpu, np.flatnonzero(rows[gpu] < 0)[0]] = expert
+        else:  # over the spare copy whose loss leaves its sisters lightest
+            spare = np.where(copies[rows] > 1, load[rows] / np.maximum(copies[rows] - 1, 1), np.inf)
+            gpu, slot = np.unravel_index(spare.argmin(), rows.shape)
+            rows[gpu, slot] = expert
 
 
 def _real(size):
@@ -538,7 +608,7 @@ def _best_step(plan, load, goal, budget):
     layers, num_gpus, k = plan.shape
     num_experts = load.shape[1]
     row = np.arange(layers)
-    above = lambda x: np.square(np.maximum(x, 0.0))  # noqa: E731 - the potential of a GPU x above the goal
+    above = lambda x: np.maximum(x, 0.0)  # noqa: E731 - linear: a square spends moves on spreading what is left
     slots = np.where(plan < 0, num_experts, plan)
     real = plan >= 0
     copies = np.maximum(_count_rows(slots.reshape(layers, -1), num_experts + 1), 1)
