@@ -496,7 +496,7 @@ def rebalance(placement, load, *, max_moves=None, target=None, move_cost=0.0):
     kept = (new.slot_expert == placement.slot_expert).all(axis=1)
     share = np.where(kept[:, None], placement.share, new.share)
     new = replace(new, share=share, _cache={})
-    return new, _moves(placement, new)
+    return new, moves_between(placement.slot_expert, new)
 
 
 def shrink(placement, lost_gpus, load=None, *, slots_per_gpu=None):
@@ -527,17 +527,21 @@ def shrink(placement, lost_gpus, load=None, *, slots_per_gpu=None):
     kept = np.full((layers, len(alive), k), -1)
     for new, old in enumerate(alive):
         kept[:, new, : held[new]] = placement.slot_expert[:, placement.slot_gpu == old]
-    plan = kept.copy()
+    return rebuild(kept, load)
+
+
+def rebuild(held, load):
+    """Complete what GPUs hold now, `held` (layers, gpus, slots) with -1 for a free slot, to a full plan for `load`.
+
+    Returns (Placement, list of Move); slots in the moves are numbered in the new placement, before and after alike.
+    """
+    layers, num_gpus, k = held.shape
+    plan = held.copy()
     for layer in range(layers):
-        _fill(plan[layer], load[layer] if load[layer].any() else np.ones(num_experts))
-    plan = _stay(kept, _descend(plan, load, None, 0.99, 0.0))
-    new = Placement(plan.reshape(layers, -1), load, len(alive))
-    moves = []
-    for layer, slot in np.argwhere(new.slot_expert != kept.reshape(layers, -1)):
-        expert = int(new.slot_expert[layer, slot])
-        sources = np.flatnonzero(kept[layer].ravel() == expert)
-        moves.append(Move(int(layer), expert, int(sources[0]) if len(sources) else -1, int(slot)))
-    return new, moves
+        _fill(plan[layer], load[layer] if load[layer].any() else np.ones(load.shape[1]))
+    plan = _stay(held, _descend(plan, load, None, 0.99, 0.0))
+    new = Placement(plan.reshape(layers, -1), load, num_gpus)
+    return new, moves_between(held.reshape(layers, -1), new)
 
 
 def _fill(rows, load):
@@ -701,13 +705,19 @@ def _stay(before, after):
     return result
 
 
-def _moves(old, new):
-    """The copies that differ, each with a source slot in `old`: same node first, then the lowest slot."""
-    gpu = new.slot_gpu
-    node = gpu // (new.num_gpus // new.num_nodes)
+def moves_between(held, new):
+    """The copies that `new` (a Placement) adds to `held` (layers, slots; -1 for a free slot of the same layout).
+
+    Each comes from a slot of `held`, on the target's node where possible, else the lowest; -1 if nobody holds it.
+    """
+    node = new.slot_gpu // (new.num_gpus // new.num_nodes)
     moves = []
-    for layer, slot in np.argwhere(old.slot_expert != new.slot_expert):
-        expert = int(new.slot_expert[layer, slot])
-        source = min(old.slots_of(int(layer))[expert], key=lambda s: (node[s] != node[slot], s))
-        moves.append(Move(int(layer), expert, int(source), int(slot)))
+    for layer in np.flatnonzero((held != new.slot_expert).any(axis=1)):
+        where = {}
+        for slot, expert in enumerate(held[layer].tolist()):
+            where.setdefault(expert, []).append(slot)
+        for slot in np.flatnonzero(held[layer] != new.slot_expert[layer]):
+            expert = int(new.slot_expert[layer, slot])
+            source = min(where.get(expert, [-1]), key=lambda s: (s < 0 or node[s] != node[slot], s))
+            moves.append(Move(int(layer), expert, int(source), int(slot)))
     return moves
