@@ -337,6 +337,8 @@ def moe_forward(x, topk_ids, topk_weights, experts, placement, layer, *, group=N
     this rank's `Experts`, which must hold what `placement` says. Returns (tokens, dim). Collective.
     `stats`, a dict, receives the ExchangePlan as "plan" and the seconds of "compute" and "exchange" on this rank.
     """
+    # Ranks that share cores must not count each other's time, so on a CPU the compute clock is this thread's own.
+    clock = time.perf_counter if x.is_cuda else time.thread_time
     start = time.perf_counter()
     plan = plan_exchange(topk_ids, placement, layer, width=x.shape[1], dtype=x.dtype, group=group, split=split)
     held = placement.slot_expert[layer, placement.slot_gpu == plan.rank]
@@ -344,7 +346,7 @@ def moe_forward(x, topk_ids, topk_weights, experts, placement, layer, *, group=N
         raise ValueError(f"experts hold {experts.held[layer].tolist()} in layer {layer}, the placement says {held.tolist()}")
     rows = dispatch(x, topk_ids, plan, group)
     _finish(x)
-    middle = time.perf_counter()
+    middle, compute = time.perf_counter(), clock()
     results = torch.empty_like(rows)
     begin = 0
     for slot, n in enumerate(plan.local.sum(axis=0).tolist()):
@@ -352,11 +354,11 @@ def moe_forward(x, topk_ids, topk_weights, experts, placement, layer, *, group=N
             results[begin : begin + n] = expert_mlp(rows[begin : begin + n], *experts.matrices(layer, slot))
         begin += n
     _finish(x)
-    end = time.perf_counter()
+    end, compute = time.perf_counter(), clock() - compute
     out = combine(results, topk_ids, topk_weights, plan, group)
     if stats is not None:
         _finish(x)
-        stats.update(plan=plan, compute=end - middle, exchange=middle - start + time.perf_counter() - end)
+        stats.update(plan=plan, compute=compute, exchange=middle - start + time.perf_counter() - end)
     return out
 
 

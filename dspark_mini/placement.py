@@ -435,9 +435,9 @@ def _unequal(plan, load, num_gpus):
         kept = {}
         for expert in row:
             kept[expert] = kept.get(expert, 0.0) + 1.0 / copies[expert]
-        spare = sorted(set(range(num_experts)) - set(kept), key=lambda e: (-load[e] / copies[e], e))
-        for expert in spare[: len(row) - len(kept)]:
-            kept[expert] = 0.0
+        if len(kept) < len(row):
+            spare = sorted(set(range(num_experts)) - set(kept), key=lambda e: (-load[e] / copies[e], e))
+            kept.update(dict.fromkeys(spare[: len(row) - len(kept)], 0.0))
         while len(kept) < len(row):  # every expert is here already: true duplicates, with nothing to do
             slots.append(next(iter(kept)))
             shares.append(0.0)

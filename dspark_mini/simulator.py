@@ -18,10 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import baselines
-from .load import balancedness
 from .placement import place
 from .planner import Request, Worker, plan_batch
-from .split import gpu_tokens, split_batch
+from .split import gpu_tokens, split_batch, split_bound
 from .topology import Topology
 
 __all__ = ["GPU", "H200", "MODELS", "MoEShape", "Result", "Load", "chunk_load", "decode_load", "four_way", "prefill_load", "simulate"]
@@ -120,6 +119,7 @@ class Result:
     gpu_tokens   (batches, layers, gpus) int64 tokens served by each GPU's experts
     busy_s       (gpus,) seconds that each GPU computes; step_s the seconds all steps take
     phases       seconds of "attention", "exchange", "experts" on the critical path
+    bound        the highest balancedness that any split reaches on this placement (`split_bound`)
     """
 
     gpu_tokens: np.ndarray
@@ -152,8 +152,8 @@ class Result:
 
     @property
     def balancedness(self):
-        """Mean over batches and layers of mean / max tokens per GPU."""
-        return float(balancedness(self.gpu_tokens).mean())
+        """Tokens of the mean GPU over tokens of the busiest, summed over layers and batches."""
+        return float(self.gpu_tokens.mean(axis=2).sum() / max(self.gpu_tokens.max(axis=2).sum(), 1))
 
 
 def simulate(
@@ -197,14 +197,14 @@ def simulate(
             active = gpu_tokens(slot_tokens > 0, placement)
             experts_s[b, layer] = _experts_s(served[b, layer], active, own, model, gpu)
             exchange_s += 2 * _exchange_s(own * model.top_k * row_bytes, served[b, layer] * row_bytes, topology)
-            bound += batch[layer].sum() / gpus
+            bound += split_bound(batch[layer], placement, layer)[0]
     slowest = experts_s.max(axis=2).sum()
     runs = len(counts) * layers
     phases = {"attention": attention.max() * runs, "exchange": exchange_s, "experts": float(slowest)}
     expert_busy = experts_s.sum(axis=(0, 1))
     return Result(
         served, attention * runs + expert_busy, float(sum(phases.values())), load.tokens * len(counts),
-        phases, expert_busy, float(bound / max(served.max(axis=2).sum(), 1)),
+        phases, expert_busy, float(served.mean(axis=2).sum() / max(bound, 1)),
     )  # fmt: skip
 
 

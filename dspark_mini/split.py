@@ -29,7 +29,8 @@ from .load import check_counts
 
 __all__ = ["assign_sources", "gpu_tokens", "split_batch", "split_bound"]
 
-SWEEPS = 6
+SWEEPS = 8
+EXACT_GPUS = 128  # with more, only water is filled: a search visits every copy, and gaps of a token matter less
 
 
 def split_batch(counts, placement, layer):
@@ -38,7 +39,8 @@ def split_batch(counts, placement, layer):
     counts     (experts,) whole numbers, the tokens of this batch routed to each expert, over all ranks
     placement  a `Placement`; layer is the row of it to use
     Returns (slots,) int64: tokens each slot serves; they add up to `counts` exactly. Of two copies on one GPU the
-    lower slot serves all. The maximum is optimal among all whole-token divisions, so never above the equal split's.
+    lower slot serves all. With up to EXACT_GPUS GPUs the maximum is optimal among all whole-token divisions; with more
+    it is what water-filling reaches. It is never above the equal split's.
     Raises ValueError for counts that are negative, not whole, or of the wrong length, and for a layer out of range.
     """
     counts, layer = _check(counts, placement, layer)
@@ -56,16 +58,20 @@ def split_batch(counts, placement, layer):
 
 
 def split_bound(counts, placement, layer):
-    """The fewest tokens the busiest GPU can have, with its proof: returns (bound, gpus).
+    """No division gives the busiest GPU fewer tokens than this; with its proof: returns (bound, gpus).
 
-    `gpus` is a tuple of GPUs such that the experts whose copies all lie in it bring ceil(tokens / len(gpus)) == bound
-    tokens per GPU. It is checked here by counting those tokens anew, not taken from the solver's state.
+    `gpus` is a tuple of GPUs: the experts whose copies all lie in it bring ceil(tokens / len(gpus)) == bound tokens per
+    GPU. It is checked here by counting those tokens anew, not taken from the solver's state. With up to EXACT_GPUS GPUs
+    `split_batch` reaches the bound.
     """
     counts, layer = _check(counts, placement, layer)
     total, tokens, homes = _balance(counts, placement, layer)
-    stuck = _reach(total, tokens, homes, max(total))[0]
-    bound_here = sum(int(n) for n, gpus in zip(counts, homes) if set(gpus) <= stuck)
-    return -(-bound_here // len(stuck)), tuple(sorted(stuck))
+    everyone = set(range(len(total)))
+    best = (0, ())
+    for stuck in (_reach(total, tokens, homes, max(total))[0], everyone):
+        inside = sum(int(n) for n, gpus in zip(counts, homes) if set(gpus) <= stuck)
+        best = max(best, (-(-inside // len(stuck)), tuple(sorted(stuck))), key=lambda b: b[0])
+    return best
 
 
 def gpu_tokens(slot_tokens, placement):
@@ -165,8 +171,9 @@ def _balance(counts, placement, layer):
             changed |= _pour(counts[expert], homes[expert], tokens[expert], total)
         if not changed:
             break
-    while max(total) > floor and _relieve(total, tokens, homes):
-        pass
+    if len(total) <= EXACT_GPUS:
+        while max(total) > floor and _relieve(total, tokens, homes):
+            pass
     return total, tokens, homes
 
 
