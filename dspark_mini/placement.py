@@ -9,8 +9,10 @@ NP-hard to do perfectly, and cheap to do nearly perfectly:
 3. *Swap*: pair heavy GPUs with light ones, and in every pair exchange the two copies whose difference in load is
    closest to half the difference between the GPUs. All pairs of all layers take one numpy step.
 4. *Replicate again*, with other rounding, where a layer is still short of its bound, and keep the better plan.
+5. *Explore*, in small problems that are still short: give one expert a copy less and another one more, in all ways,
+   pack and swap each, and go on from the best.
 
-Steps 1 and 2 are what DeepSeek's EPLB does (see `baselines.py`). Steps 3 and 4 only ever improve, so the plan is never
+Steps 1 and 2 are what DeepSeek's EPLB does (see `baselines.py`). The others only ever improve, so the plan is never
 below it. Everything is vectorised over layers: 58 layers take tens of milliseconds, not a second.
 """
 
@@ -30,6 +32,8 @@ GOAL = 0.9992  # of the bound: closer than this a plan is finished, routing nois
 RETRY = 0.9985  # of the bound: below this another way to replicate is worth its time
 ROUNDS = 24  # of pairwise swaps for the first way, twice as many for the layers that need another
 OFFSETS = (-0.5, -0.25, 1.0, -0.8)  # rounding rules tried in turn by step 4
+SMALL = 128  # slots; up to here step 5 is quick, and with so few copies it is often needed
+TRIALS = 300  # most copy counts that one round of step 5 tries
 MIN_GAIN = 0.005  # a rebalancing that wins less than this part of the busiest GPU's load is noise
 
 
@@ -123,8 +127,8 @@ class Placement:
         min-max apportionment). Holds for equal and for unequal splits of an expert over its copies.
         """
         mean = self.load.sum(axis=1) / self.num_gpus
-        cap = max(self.num_gpus, -(-self.num_slots // self.num_experts))
-        heaviest = (self.load / _replicate(self.load, self.num_slots, cap)).max(axis=1)
+        slots = min(self.num_slots, self.num_gpus * self.num_experts)  # further ones repeat what a GPU holds
+        heaviest = (self.load / _replicate(self.load, slots, self.num_gpus)).max(axis=1)
         return np.where(mean > 0, mean / np.maximum(np.maximum(mean, heaviest), 1e-300), 1.0)
 
     def slots_of(self, layer):
@@ -216,9 +220,11 @@ def _count_rows(index, size):
 
 
 def _place_flat(load, num_gpus, num_slots):
-    """Steps 1 to 4 for loads (layers, experts) > 0 in sum; returns slot_expert and share, both (layers, slots)."""
+    """Steps 1 to 5 for loads (layers, experts) > 0 in sum; returns slot_expert and share, both (layers, slots)."""
     num_experts = load.shape[1]
-    cap = max(num_gpus, -(-num_slots // num_experts))  # more copies than GPUs only when every expert is everywhere
+    if num_slots >= num_experts * num_gpus:
+        return _everything_everywhere(*load.shape, num_gpus, num_slots)
+    cap = num_gpus
     mean = load.sum(axis=1) / num_gpus
     copies = _replicate(load, num_slots, cap)
     heaviest = (load / copies).max(axis=1)
@@ -241,11 +247,58 @@ def _place_flat(load, num_gpus, num_slots):
         better = other_peak < peak[short]
         plan[short[better]], peak[short[better]] = other[better], other_peak[better]
 
+    if num_slots <= SMALL:
+        for layer in np.flatnonzero(peak * RETRY > goal * GOAL):
+            plan[layer], peak[layer] = _explore(plan[layer], peak[layer], load[layer], goal[layer])
+
     slots = plan[plan >= 0].reshape(len(load), num_slots)
     share = 1.0 / np.take_along_axis(_count_rows(slots, num_experts), slots, 1)
     for layer in np.flatnonzero(peak > baseline * (1 + 1e-12)):
         slots[layer], share[layer] = _unequal(start[layer], load[layer], num_gpus)
     return slots, share
+
+
+def _everything_everywhere(layers, num_experts, num_gpus, num_slots):
+    """Slots enough for every expert on every GPU; what is left over repeats experts and serves nothing."""
+    row, share = [], []
+    for size in _slots_per_gpu(num_slots, num_gpus).tolist():
+        row += [i % num_experts for i in range(size)]
+        share += [1.0 / num_gpus if i < num_experts else 0.0 for i in range(size)]
+    return np.tile(row, (layers, 1)), np.tile(share, (layers, 1))
+
+
+def _explore(plan, peak, load, goal):
+    """Step 5 for one layer: `plan` (gpus, k) and its peak, replaced by better ones while there are."""
+    num_gpus, num_experts = len(plan), len(load)
+    copies = np.bincount(plan[plan >= 0], minlength=num_experts)
+    tried = {copies.tobytes()}
+    centre, centre_peak = copies, np.inf
+    for _ in range(8):
+        lighter = np.argsort(-load / copies, kind="stable")
+        trials = []
+        for more in lighter:
+            for less in lighter[::-1]:
+                new = centre.copy()
+                new[more] += 1
+                new[less] -= 1
+                if more != less and new[less] >= 1 and new[more] <= num_gpus and new.tobytes() not in tried:
+                    tried.add(new.tobytes())
+                    trials.append(new)
+        trials = np.array(trials[:TRIALS])
+        if len(trials) == 0:
+            break
+        loads = np.tile(load, (len(trials), 1))
+        plans = _separate(_pack(loads, trials, num_gpus), loads, num_gpus)
+        peaks = _swap(plans, loads, np.full(len(trials), goal), ROUNDS)
+        best = int(peaks.argmin())
+        if peaks[best] >= centre_peak:
+            break
+        centre, centre_peak = trials[best], peaks[best]
+        if centre_peak < peak:
+            plan, peak = plans[best], peaks[best]
+        if peak <= goal:
+            break
+    return plan, peak
 
 
 def _place_by_group(load, num_gpus, num_slots, num_nodes, num_groups):
@@ -289,7 +342,7 @@ def _replicate(load, num_slots, cap, offset=0.0):
     rows = np.arange(layers)
     copies = np.ones((layers, num_experts), np.int64)
     ratio = load / (1 + offset) if cap > 1 else np.full_like(load, -1.0)
-    for _ in range(num_slots - num_experts):
+    for _ in range(num_slots - num_experts):  # at most num_experts * (cap - 1) spares
         expert = ratio.argmax(axis=1)
         n = copies[rows, expert] + 1
         copies[rows, expert] = n
@@ -359,7 +412,7 @@ def _swap(plan, load, goal, rounds):
     missing = plan < 0
     for turn in range(rounds):
         # Eight turns pair everyone with eight partners; a layer still far off needs other copies, not more swaps.
-        act = np.flatnonzero((peak > goal) & (peak < (np.inf if turn < 8 else 1.03) * goal))
+        act = np.flatnonzero((peak > goal) & ((turn < 8) | (peak < 1.03 * goal)))
         if len(act) == 0:
             break
         order = np.argsort(gpu_load[act], axis=1, kind="stable")
@@ -438,10 +491,6 @@ def _unequal(plan, load, num_gpus):
         if len(kept) < len(row):
             spare = sorted(set(range(num_experts)) - set(kept), key=lambda e: (-load[e] / copies[e], e))
             kept.update(dict.fromkeys(spare[: len(row) - len(kept)], 0.0))
-        while len(kept) < len(row):  # every expert is here already: true duplicates, with nothing to do
-            slots.append(next(iter(kept)))
-            shares.append(0.0)
-            row.pop()
         slots.extend(kept)
         shares.extend(kept.values())
     slots, shares = np.array(slots), np.array(shares)
@@ -582,12 +631,11 @@ def _descend(before, load, max_moves, target, move_cost):
     plan, result = before.copy(), before.copy()
     mean = load.sum(axis=1) / num_gpus
     num_slots = int((before[0] >= 0).sum())
-    cap = max(num_gpus, -(-num_slots // num_experts))
-    lowest = np.maximum(mean, (load / _replicate(load, num_slots, cap)).max(axis=1)) / GOAL
+    useful = min(num_slots, num_gpus * num_experts)
+    lowest = np.maximum(mean, (load / _replicate(load, useful, num_gpus)).max(axis=1)) / GOAL
     goal = lowest if target is None else np.maximum(lowest, mean / target)
     first = _gpu_load(before, load).max(axis=1)
-    noise = MIN_GAIN * first
-    best = noise.copy()  # net gain of `result`; nothing is taken below the noise
+    best = MIN_GAIN * first  # net gain of `result`; nothing is taken below the noise
     at_home = np.zeros((layers, num_experts + 1, num_gpus), dtype=bool)
     at_home[np.arange(layers)[:, None, None], before, np.arange(num_gpus)[None, :, None]] = True  # -1 is the extra row
     act = np.flatnonzero((mean > 0) & (first > goal))

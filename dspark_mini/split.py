@@ -67,7 +67,7 @@ def split_bound(counts, placement, layer):
     counts, layer = _check(counts, placement, layer)
     total, tokens, homes = _balance(counts, placement, layer)
     everyone = set(range(len(total)))
-    best = (0, ())
+    best = (-1, ())
     for stuck in (_reach(total, tokens, homes, max(total))[0], everyone):
         inside = sum(int(n) for n, gpus in zip(counts, homes) if set(gpus) <= stuck)
         best = max(best, (-(-inside // len(stuck)), tuple(sorted(stuck))), key=lambda b: b[0])
