@@ -47,6 +47,7 @@ __all__ = ["Plan", "Request", "Worker", "plan_batch"]
 EXACT_REQUESTS = 12  # try the full recurrence up to this many requests,
 EXACT_STATES = 20_000  # and give up when this many states are alive
 CLOSE = 1.002  # of the lower bound: a plan this good is not improved further
+RETRY_GAP = 0.012  # above the lower bound: worth a second attempt
 SWAPS = 200  # most moves or swaps of step 4
 
 
@@ -214,8 +215,7 @@ def plan_batch(requests, workers, topology):
     if not problem.requests:
         return Plan(np.zeros(0, dtype=np.int64), problem.load, float(problem.load.max()), True)
     bound = _lower_bound(problem)
-    worker = _list_schedule(problem, bound)
-    exact = False
+    worker, exact = _best_schedule(problem, bound), False
     if len(problem.requests) <= EXACT_REQUESTS:
         solved = _recurrence(problem, worker)
         if solved is not None:
@@ -291,8 +291,34 @@ def _lower_bound(problem):
     return low
 
 
-def _list_schedule(problem, bound):
-    """Steps 1 to 4 of the module's docstring; returns worker (requests,) int64."""
+def _best_schedule(problem, bound):
+    """The best of a few list schedules: workers filled to the bound, and to somewhat above it.
+
+    Whole requests seldom fill a worker exactly to the bound, and what is left over then opens workers that pay for a
+    prefix or a fetch. A large batch gets one second attempt, a small one a bisection for the lowest level that holds.
+    """
+    best, low, high = None, 1.0, None
+    for attempt in range(2 if len(problem.requests) > 256 else 9):
+        large = len(problem.requests) > 256
+        level = 1.0 if high is None else 1 + 0.75 * (high - 1) if large else (low + high) / 2
+        worker = _list_schedule(problem, bound, level)
+        rank = (int((worker < 0).sum()), float(problem.evaluate(worker)[0].max()))
+        if best is None or rank < best[0]:
+            best = (rank, worker)
+        step = rank[1] / bound if bound > 0 else 1.0
+        if high is None:
+            high = step
+        elif step <= level * (1 + 1e-9):
+            high = step
+        else:
+            low = level
+        if best[0][1] <= bound * (1 + RETRY_GAP) or high - low < 0.002:
+            break
+    return best[1]
+
+
+def _list_schedule(problem, bound, slack=1.0):
+    """Steps 1 to 4 of the module's docstring, with T = slack * bound; returns worker (requests,) int64."""
     p = problem
     n, workers = len(p.requests), len(p.workers)
     worker = np.full(n, -1, dtype=np.int64)
@@ -301,7 +327,7 @@ def _list_schedule(problem, bound):
     tokens, kv_tokens, kv_bytes = p.tokens.tolist(), p.kv_tokens.tolist(), p.kv_bytes.tolist()
     home, prefix, per_node = p.home.tolist(), p.prefix.tolist(), p.topology.gpus_per_node
     holds = [set(np.flatnonzero(row).tolist()) for row in p.cached]
-    limit = bound * (1 + 1e-9)
+    limit = slack * bound * (1 + 1e-9)
 
     def price(r, w):
         """Seconds and memory that request r adds to worker w now."""
