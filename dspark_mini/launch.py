@@ -87,7 +87,7 @@ def _child(writer, function, rank, num_ranks, port, args):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         torch.set_num_threads(1)  # ranks share this machine's cores
         writer.send((True, function(rank, num_ranks, port, *args)))
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - whatever it was, the parent must hear of it
         try:
             writer.send((False, traceback.format_exc()))
         except OSError:

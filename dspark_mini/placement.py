@@ -191,8 +191,8 @@ def place(load, *, num_gpus, num_slots, num_nodes=1, num_groups=1):
     if num_experts % num_groups:
         raise ValueError(f"num_groups must divide the number of experts ({num_experts}), got {num_groups}")
     planned = np.where(load.sum(axis=1, keepdims=True) > 0, load, 1.0)
-    # Dividing by the layer's peak keeps tiny and huge loads away from the ends of float64.
-    planned = planned / planned.max(axis=1, keepdims=True)
+    # Scaling keeps tiny and huge loads away from the ends of float64; by a power of two, it changes no tie.
+    planned = np.ldexp(planned, -np.frexp(planned.max(axis=1, keepdims=True))[1])
     if num_nodes > 1 and num_groups > 1 and num_groups % num_nodes == 0:
         if num_slots % num_nodes:
             raise ValueError(f"num_slots must divide by num_nodes ({num_nodes}) for group-limited routing, got {num_slots}")
@@ -232,7 +232,7 @@ def _place_flat(load, num_gpus, num_slots):
 
     plan = _pack(load, copies, num_gpus)
     greedy = _replicate(load, num_slots, num_slots)
-    start = plan if (greedy == copies).all() else _pack(load, greedy, num_gpus)
+    start = plan.copy() if (greedy == copies).all() else _pack(load, greedy, num_gpus)
     baseline = _gpu_load(start, load).max(axis=1)  # what greedy replicate-and-pack reaches
 
     plan = _separate(plan, load, num_gpus)
@@ -402,7 +402,7 @@ def _swap(plan, load, goal, rounds):
     The heavier GPU of a pair gives copy i and takes copy j. That moves w_i - w_j of load; the pair is level when this
     is half its difference d, and the pair's maximum falls whenever 0 < w_i - w_j < 2 * d / 2. So a swap never hurts.
     """
-    layers, num_gpus, k = plan.shape
+    _, num_gpus, k = plan.shape
     weight = _weights(plan, load)
     gpu_load = weight.sum(axis=2)
     peak = gpu_load.max(axis=1)
@@ -558,7 +558,7 @@ def shrink(placement, lost_gpus, load=None, *, slots_per_gpu=None):
     the moves are numbered in the new placement; the result has one node (survivors per node may differ).
     Raises ValueError if no GPU is left or the slots cannot hold all experts.
     """
-    lost = sorted(set(int(g) for g in lost_gpus))
+    lost = sorted({int(g) for g in lost_gpus})
     if lost and not 0 <= lost[0] <= lost[-1] < placement.num_gpus:
         raise ValueError(f"lost_gpus must lie in 0 .. {placement.num_gpus - 1}, got {lost}")
     alive = [g for g in range(placement.num_gpus) if g not in lost]
@@ -584,7 +584,7 @@ def rebuild(held, load):
 
     Returns (Placement, list of Move); slots in the moves are numbered in the new placement, before and after alike.
     """
-    layers, num_gpus, k = held.shape
+    layers, num_gpus, _ = held.shape
     plan = held.copy()
     for layer in range(layers):
         _fill(plan[layer], load[layer] if load[layer].any() else np.ones(load.shape[1]))
@@ -625,7 +625,7 @@ def _real(size):
 
 def _descend(before, load, max_moves, target, move_cost):
     """The search of `rebalance`; plans are (layers, gpus, k) with -1 for missing slots."""
-    layers, num_gpus, k = before.shape
+    layers, num_gpus, _ = before.shape
     num_experts = load.shape[1]
     budget = np.inf if max_moves is None else max_moves
     plan, result = before.copy(), before.copy()
@@ -660,7 +660,7 @@ def _best_step(plan, load, goal, budget):
     layers, num_gpus, k = plan.shape
     num_experts = load.shape[1]
     row = np.arange(layers)
-    above = lambda x: np.maximum(x, 0.0)  # noqa: E731 - linear: a square spends moves on spreading what is left
+    above = lambda x: np.maximum(x, 0.0)
     slots = np.where(plan < 0, num_experts, plan)
     real = plan >= 0
     copies = np.maximum(_count_rows(slots.reshape(layers, -1), num_experts + 1), 1)

@@ -46,8 +46,8 @@ __all__ = ["Plan", "Request", "Worker", "plan_batch"]
 
 EXACT_REQUESTS = 12  # try the full recurrence up to this many requests,
 EXACT_STATES = 20_000  # and give up when this many states are alive
-CLOSE = 1.002  # of the lower bound: a plan this good is not improved further
-RETRY_GAP = 0.012  # above the lower bound: worth a second attempt
+CLOSE = 1.004  # of the lower bound: a plan this good is not improved further
+RETRY_GAP = 0.03  # above the lower bound: worth a second attempt
 SWAPS = 200  # most moves or swaps of step 4
 
 
@@ -257,7 +257,8 @@ def _lower_bound(problem):
     last = np.searchsorted(p.home[order], np.arange(workers), side="right")
     group = np.bincount(p.prefix[p.prefix >= 0], own[p.prefix >= 0], len(p.prefix_tokens))
     once = p.prefix_tokens * fast
-    others_load = [np.sort(p.load[~cached]) for cached in p.cached]
+    others_load = np.sort(np.where(p.cached, np.inf, p.load), axis=1)  # per prefix, workers without it, roomiest first
+    nobody = ~p.cached.any(axis=1)
     total = own.sum()
 
     def fits(step):
@@ -266,14 +267,14 @@ def _lower_bound(problem):
         if len(order):
             excess = np.clip(work[last] - work[first] - room, 0.0, None)
             needed += (np.interp(work[first] + excess, work, price) - price[first]).sum()
-        for g, tokens in enumerate(group):
-            left = tokens - room[p.cached[g]].sum()
-            if left > 0 or not p.cached[g].any():
-                others = np.maximum(step - once[g] - others_load[g], 0.0).cumsum()  # roomiest first
-                count = int(np.searchsorted(others, left * (1 - 1e-12))) + 1
-                if count > len(others):
-                    return False
-                needed += count * once[g]
+        if len(group):
+            left = group - p.cached @ room  # seconds of work that workers without the prefix must take
+            outside = np.maximum(step - once[:, None] - others_load, 0.0).cumsum(axis=1)
+            count = (outside < left[:, None] * (1 - 1e-12)).sum(axis=1) + 1
+            count[(left <= 0) & ~nobody] = 0
+            if (count > (~p.cached).sum(axis=1)).any():
+                return False
+            needed += count @ once
         return needed <= room.sum() * (1 + 1e-12)
 
     if fits(low):
@@ -306,9 +307,7 @@ def _best_schedule(problem, bound):
         if best is None or rank < best[0]:
             best = (rank, worker)
         step = rank[1] / bound if bound > 0 else 1.0
-        if high is None:
-            high = step
-        elif step <= level * (1 + 1e-9):
+        if high is None or step <= level * (1 + 1e-9):
             high = step
         else:
             low = level

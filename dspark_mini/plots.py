@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["BLUE", "GREY", "ORANGE", "GREEN", "four_way_figure", "utilisation_figure"]
+__all__ = ["BLUE", "GREEN", "GREY", "ORANGE", "four_way_figure", "utilisation_figure"]
 
 # Okabe and Ito's palette: distinct for colour-blind readers, and of different lightness in print.
 BLUE, ORANGE, GREEN, GREY, SKY, RED = "#0072B2", "#E69F00", "#009E73", "#7F7F7F", "#56B4E9", "#D55E00"

@@ -102,7 +102,7 @@ class Model:
     def __init__(self, config):
         self.config = config
         generator = torch.Generator().manual_seed(config.seed + 12345)
-        draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+        draw = lambda *shape: torch.randn(*shape, generator=generator)
         self.embedding = draw(config.vocab, config.dim)
         self.router = draw(config.num_layers, config.dim, config.num_experts) * config.dim**-0.5
         self.bias = draw(config.num_layers, config.num_experts) * config.skew
@@ -149,7 +149,7 @@ class _Progress:
 
 def reference_outputs(config, jobs):
     """The outputs of `jobs` in one process with all experts: a list of token lists."""
-    model, config = Model(config), config
+    model = Model(config)
     progress = [_Progress(job, config.dim) for job in jobs]
     while True:
         batch = [p for p in progress if p.left]

@@ -23,7 +23,7 @@ from .planner import Request, Worker, plan_batch
 from .split import gpu_tokens, split_batch, split_bound
 from .topology import Topology
 
-__all__ = ["GPU", "H200", "MODELS", "MoEShape", "Result", "Load", "chunk_load", "decode_load", "four_way", "prefill_load", "simulate"]
+__all__ = ["GPU", "H200", "MODELS", "Load", "MoEShape", "Result", "chunk_load", "decode_load", "four_way", "prefill_load", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -264,9 +264,9 @@ def four_way(
         raise ValueError(f"load must have at most half the trace's tokens ({trace.num_tokens - half}), got {load.tokens}")
     before = baselines.contiguous(history, num_gpus=topology.num_gpus)
     after = place(history, num_gpus=topology.num_gpus, num_slots=num_slots, num_nodes=topology.num_nodes)
-    shared = dict(topology=topology, model=model, load=load, gpu=gpu)
-    scheduler = dict(placement=after, spread_requests=True)
-    neither = dict(placement=before, split=baselines.equal_split)
+    shared = {"topology": topology, "model": model, "load": load, "gpu": gpu}
+    scheduler = {"placement": after, "spread_requests": True}
+    neither = {"placement": before, "split": baselines.equal_split}
     return {
         "neither": simulate(batches, **neither, **shared),
         "kernel": simulate(batches, **neither, attention_speedup=kernel_speedup, **shared),

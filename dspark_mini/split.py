@@ -44,7 +44,7 @@ def split_batch(counts, placement, layer):
     Raises ValueError for counts that are negative, not whole, or of the wrong length, and for a layer out of range.
     """
     counts, layer = _check(counts, placement, layer)
-    total, tokens, homes = _balance(counts, placement, layer)
+    _, tokens, homes = _balance(counts, placement, layer)
     result = np.zeros(placement.num_slots, dtype=np.int64)
     slots = placement.slots_of(layer)
     gpu_of = placement.slot_gpu.tolist()

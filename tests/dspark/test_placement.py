@@ -4,13 +4,13 @@ import time
 
 import numpy as np
 import pytest
+from exact import exact_peak, lp_peak
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark_mini import Placement, balancedness, place, rebalance, shrink
 from dspark_mini.baselines import contiguous, least_loaded, replicate_and_pack, round_robin
 from dspark_mini.trace import r1_like_load, shift_load
-from exact import exact_peak, lp_peak
 
 
 def zipf(exponent, experts, layers=3):

@@ -68,10 +68,10 @@ def small_problems(draw):
         keywords = {}
         if rng.random() < 0.4:
             kv = int(rng.integers(1, 2000))
-            keywords = dict(kv_tokens=kv, kv_bytes=kv * 70_000, kv_worker=int(rng.integers(len(workers))))
+            keywords = {"kv_tokens": kv, "kv_bytes": kv * 70_000, "kv_worker": int(rng.integers(len(workers)))}
         if rng.random() < 0.4:
             prefix = int(rng.integers(2))
-            keywords |= dict(prefix=prefix, prefix_tokens=(300, 700)[prefix])
+            keywords |= {"prefix": prefix, "prefix_tokens": (300, 700)[prefix]}
         requests.append(Request(int(rng.integers(1, 2000)), **keywords))
     return requests, workers
 
@@ -114,9 +114,9 @@ def traffic(kind, n=1000, workers=64, seed=0):
         keywords = {}
         if kind in ("kv", "mixed") and rng.random() < 0.5:
             kv = int(rng.lognormal(7, 1))
-            keywords = dict(kv_tokens=kv, kv_bytes=kv * 70_000, kv_worker=int(rng.integers(workers)))
+            keywords = {"kv_tokens": kv, "kv_bytes": kv * 70_000, "kv_worker": int(rng.integers(workers))}
         elif kind in ("prefix", "mixed") and rng.random() < 0.6:
-            keywords = dict(prefix=int(min(9, rng.zipf(1.5) - 1)), prefix_tokens=500)
+            keywords = {"prefix": int(min(9, rng.zipf(1.5) - 1)), "prefix_tokens": 500}
         requests.append(Request(int(np.clip(rng.lognormal(5.5, 1), 1, 4000)), **keywords))
     return requests, [Worker(200_000, load_s=float(rng.uniform(0, 0.02))) for _ in range(workers)]
 
