@@ -32,10 +32,14 @@ def main(arguments=None):
     add_simulate.add_argument("--model", default="v2-lite", choices=["v2-lite", "r1"])
     add_simulate.add_argument("--gpus", type=int, default=8, help="GPUs in all")
     add_simulate.add_argument("--nodes", type=int, default=1)
-    add_simulate.add_argument("--slots", type=int, help="expert slots over all GPUs (default: two spare per GPU)")
+    add_simulate.add_argument(
+        "--slots", type=int, help="expert slots over all GPUs (default: two spare per GPU)"
+    )
     add_simulate.add_argument("--mode", default="chunk", choices=["chunk", "prefill", "decode"])
     add_simulate.add_argument("--batch", type=int, default=4096, help="tokens of one step over all GPUs")
-    add_simulate.add_argument("--context", type=int, default=16384, help="prompt length, or median context of decode")
+    add_simulate.add_argument(
+        "--context", type=int, default=16384, help="prompt length, or median context of decode"
+    )
     add_simulate.add_argument("--kernel-speedup", type=float, default=2.0, help="of the attention core")
 
     add_run = commands.add_parser("run", help="a real MoE layer over ranks; start it with torchrun")
@@ -50,16 +54,22 @@ def main(arguments=None):
     add_run.add_argument("--steps", type=int, default=3)
     add_run.add_argument("--slots-per-gpu", type=int)
     add_run.add_argument("--trace", help="token-level trace (default: the generated one in the package)")
-    add_run.add_argument("--timeout", type=float, default=60.0, help="seconds before a silent peer counts as lost")
+    add_run.add_argument(
+        "--timeout", type=float, default=60.0, help="seconds before a silent peer counts as lost"
+    )
 
-    add_survive = commands.add_parser("survive", help="lose a rank in the middle of a step and finish all requests")
+    add_survive = commands.add_parser(
+        "survive", help="lose a rank in the middle of a step and finish all requests"
+    )
     add_survive.add_argument("--ranks", type=int, default=4)
     add_survive.add_argument("--lose", type=int, default=2)
     add_survive.add_argument("--how", default="kill", choices=["kill", "freeze", "nap"])
     add_survive.add_argument("--timeout", type=float, default=3.0)
 
     add_bench = commands.add_parser("bench", help="measure every target beside its baselines")
-    add_bench.add_argument("--traces", help="folder with real .npz traces (default: $DSPARK_TRACES, ../shared/data/traces)")
+    add_bench.add_argument(
+        "--traces", help="folder with real .npz traces (default: $DSPARK_TRACES, ../shared/data/traces)"
+    )
     add_bench.add_argument("--record", help="write the JSON record here")
 
     for sub in (add, add_simulate, add_run, add_survive, add_bench):
@@ -126,7 +136,10 @@ def _place(args):
         _table(
             f"Utilisation per GPU in layer {worst}, the least balanced one",
             ["GPU", "before", "after"],
-            [(g, f"{b / before.max():.0%}", f"{a / after.max():.0%}") for g, (b, a) in enumerate(zip(before, after))],
+            [
+                (g, f"{b / before.max():.0%}", f"{a / after.max():.0%}")
+                for g, (b, a) in enumerate(zip(before, after))
+            ],
             args,
         )
     if args.plot:
@@ -187,7 +200,9 @@ def _simulate(args):
             ],
             args,
         )  # fmt: skip
-        print(f"product of the single gains {speedups['kernel'] * speedups['scheduler']:.3f}, both {speedups['both']:.3f}")
+        print(
+            f"product of the single gains {speedups['kernel'] * speedups['scheduler']:.3f}, both {speedups['both']:.3f}"
+        )
         _table(
             f"Utilisation per GPU in layer {worst}, the least balanced one",
             ["GPU", "before", "after"],
@@ -260,7 +275,10 @@ def _survive(args):
         ("rank lost", f"{report['lost']} ({report['how']})"),
         ("survivors noticed after, s", ", ".join(f"{r}: {t:.3f}" for r, t in report["noticed_s"].items())),
         ("serving again after, s", f"{report['resumed_s']:.3f}"),
-        ("expert copies fetched", f"{report['copies_fetched']}, {report['from_storage']} of them from storage"),
+        (
+            "expert copies fetched",
+            f"{report['copies_fetched']}, {report['from_storage']} of them from storage",
+        ),
         ("requests restarted", report["restarted"]),
         ("requests finished", f"{report['finished']} of {report['jobs']}"),
         ("outputs as in an undisturbed run", "yes" if report["identical"] else "NO"),

@@ -40,7 +40,13 @@ class _Record:
             ok = bool(value >= at_least)
         if at_most is not None:
             ok = bool(value <= at_most)
-        target = f">= {at_least:.6g}" if at_least is not None else f"<= {at_most:.6g}" if at_most is not None else None
+        target = (
+            f">= {at_least:.6g}"
+            if at_least is not None
+            else f"<= {at_most:.6g}"
+            if at_most is not None
+            else None
+        )
         row = {"target_no": number, "case": case, "impl": impl, "metric": metric, "value": float(f"{value:.6g}"),
                "target": target, "ok": ok}  # fmt: skip
         if note:
@@ -67,7 +73,12 @@ def find_traces(folder=None):
     """{name: Trace}: real ones from `folder`, $DSPARK_TRACES or ../shared/data/traces, and the generated one."""
     root = Path(__file__).resolve().parents[1]
     traces = {"generated": bundled_trace()}
-    for place_ in (folder, os.environ.get("DSPARK_TRACES"), root / "shared/data/traces", root.parent / "shared/data/traces"):
+    for place_ in (
+        folder,
+        os.environ.get("DSPARK_TRACES"),
+        root / "shared/data/traces",
+        root.parent / "shared/data/traces",
+    ):
         files = sorted(Path(place_).glob("esft_*.npz")) if place_ else []
         if files:
             traces |= {f.stem.removeprefix("esft_"): read_trace(f) for f in files}
@@ -152,7 +163,9 @@ def _placement(record, traces):
         ahead = (plan.balancedness - rivals["replicate_and_pack"].balancedness).min()
         record.add(1, case, "place", "least lead over replicate_and_pack", ahead, at_least=-1e-12)
         crowded = sum(
-            len(s) - len(np.unique(s)) for row in plan.slot_expert for s in np.split(row, np.flatnonzero(np.diff(plan.slot_gpu)) + 1)
+            len(s) - len(np.unique(s))
+            for row in plan.slot_expert
+            for s in np.split(row, np.flatnonzero(np.diff(plan.slot_gpu)) + 1)
         )
         record.add(1, case, "place", "copies beside a sister on one GPU", crowded, at_most=0)
         equal = np.allclose(plan.share * np.take_along_axis(plan.copies, plan.slot_expert, 1), 1.0)
@@ -219,7 +232,13 @@ def _split(record, traces):
                         over += peak > np.ceil(best - 1e-6) or split_bound(counts, plan, layer)[0] != peak
                         behind += peak > equal
                         gap = max(gap, (peak - 1) / best - 1)  # beyond what whole tokens cost
-                case = {"routing": name, "gpus": 8, "slots": slots, "batch": size, "batches x layers": len(times)}
+                case = {
+                    "routing": name,
+                    "gpus": 8,
+                    "slots": slots,
+                    "batch": size,
+                    "batches x layers": len(times),
+                }
                 for impl, v in values.items():
                     record.add(2, case, impl, "balancedness, mean", np.mean(v))
                 loss = 1 - np.mean(values["split_batch"]) / np.mean(values["LP"])
@@ -227,7 +246,9 @@ def _split(record, traces):
                     2, case, "split_batch", "mean loss to the fractional LP", loss, at_most=0.005,
                     note="all of it is the cost of whole tokens: no whole-token split is better (next row)",
                 )  # fmt: skip
-                record.add(2, case, "split_batch", "splits above the LP rounded up to a token", over, at_most=0)
+                record.add(
+                    2, case, "split_batch", "splits above the LP rounded up to a token", over, at_most=0
+                )
                 record.add(2, case, "split_batch", "splits worse than equal", behind, at_most=0)
                 record.add(2, case, "split_batch", "ms, median", 1e3 * np.median(times), at_most=1.0)
 
@@ -255,9 +276,25 @@ def _rebalance(record, traces):
             result, moves = rebalance(plan, new, target=target)
             ms = 1e3 * (time.thread_time() - start)
             count = np.bincount([m.layer for m in moves], minlength=plan.num_layers)
-            record.add(3, case, f"rebalance to {target}", "balancedness, min", result.balancedness.min(), at_least=target)
-            record.add(3, case, f"rebalance to {target}", "moved copies per layer, median", np.median(count), at_most=most)
-            record.add(3, case, f"rebalance to {target}", "moved copies per layer, max", count.max(), at_most=most)
+            record.add(
+                3,
+                case,
+                f"rebalance to {target}",
+                "balancedness, min",
+                result.balancedness.min(),
+                at_least=target,
+            )
+            record.add(
+                3,
+                case,
+                f"rebalance to {target}",
+                "moved copies per layer, median",
+                np.median(count),
+                at_most=most,
+            )
+            record.add(
+                3, case, f"rebalance to {target}", "moved copies per layer, max", count.max(), at_most=most
+            )
             record.add(3, case, f"rebalance to {target}", "ms, all layers", ms)
     noise = load * (1 + 0.001 * np.random.default_rng(0).standard_normal(load.shape))
     plan, case = place(load, num_gpus=32, num_slots=288), {"shift": "0.1 % noise", "gpus": 32, "slots": 288}
@@ -270,7 +307,9 @@ def _rebalance(record, traces):
     count = np.bincount([m.layer for m in moves], minlength=58)
     gain = plan.gpu_load_of(shifted).max(axis=1) - result.gpu_load.max(axis=1) - cost * count
     case = {"shift": "exp(0.5 N), a move costs 1 % of the mean GPU load", "gpus": 32, "slots": 288}
-    record.add(3, case, "rebalance", "layers whose moves do not pay", int((gain[count > 0] <= 0).sum()), at_most=0)
+    record.add(
+        3, case, "rebalance", "layers whose moves do not pay", int((gain[count > 0] <= 0).sum()), at_most=0
+    )
     record.add(3, case, "rebalance", "moved copies per layer, median", np.median(count))
     record.add(3, case, "rebalance", "balancedness, median", np.median(result.balancedness))
 
@@ -309,18 +348,28 @@ def _planner(record, traces):
         least = np.argsort(problem.load, kind="stable")
         rivals = {"round_robin": np.arange(1000) % 64, "least_loaded": _least_loaded(problem, least)}
         for name, worker in rivals.items():
-            record.add(5, case, name, "step / lower bound", problem.evaluate(worker)[0].max() / plan.lower_bound_s)
+            record.add(
+                5, case, name, "step / lower bound", problem.evaluate(worker)[0].max() / plan.lower_bound_s
+            )
         record.add(
             5, case, "plan_batch", "step / lower bound", 1 + plan.gap, at_most=1.02,
             note="the bound lets groups share the same empty workers and every moved cache take the fastest link"
             if kind == "mixed" else None,
         )  # fmt: skip
-        record.add(5, case, "plan_batch", "ms", _median_ms(plan_batch, requests, workers, topology), at_most=5.0)
+        record.add(
+            5, case, "plan_batch", "ms", _median_ms(plan_batch, requests, workers, topology), at_most=5.0
+        )
         used = problem.evaluate(plan.worker)[1]
         record.add(5, case, "plan_batch", "workers over memory", int((used > problem.free).sum()), at_most=0)
         if kind == "shared prefixes":
             hot = problem.prefix == 0
-            record.add(5, case, "plan_batch", "workers that share the hottest prefix", len(set(plan.worker[hot].tolist())))
+            record.add(
+                5,
+                case,
+                "plan_batch",
+                "workers that share the hottest prefix",
+                len(set(plan.worker[hot].tolist())),
+            )
         record.add(5, case, "plan_batch", "KV caches that move", len(plan.moved))
 
     different, solved, times = 0, 0, []
@@ -360,7 +409,11 @@ def _small(rng):
         keywords = {}
         if rng.random() < 0.4:
             kv = int(rng.integers(1, 2000))
-            keywords = {"kv_tokens": kv, "kv_bytes": kv * 70_000, "kv_worker": int(rng.integers(len(workers)))}
+            keywords = {
+                "kv_tokens": kv,
+                "kv_bytes": kv * 70_000,
+                "kv_worker": int(rng.integers(len(workers))),
+            }
         if rng.random() < 0.4:
             prefix = int(rng.integers(2))
             keywords |= {"prefix": prefix, "prefix_tokens": (300, 700)[prefix]}
@@ -395,7 +448,12 @@ def _milp(requests, workers, topology):
         new = np.flatnonzero(~p.cached[:, k])
         seconds = np.concatenate([cost[:, k], p.prefix_tokens[new] * p.token_s[k], [-1]])
         add(np.concatenate([x[:, k], y[new, k], [size - 1]]), seconds, -np.inf, -p.load[k])
-        add(np.concatenate([x[:, k], y[new, k]]), np.concatenate([need[:, k], p.prefix_tokens[new]]), -np.inf, p.free[k])
+        add(
+            np.concatenate([x[:, k], y[new, k]]),
+            np.concatenate([need[:, k], p.prefix_tokens[new]]),
+            -np.inf,
+            p.free[k],
+        )
     objective = np.zeros(size)
     objective[-1] = 1
     result = milp(
@@ -422,7 +480,13 @@ def _dispatch(record, traces):
         mean = sum(report["after"]["rank_tokens"]) / ranks
         record.add(6, case, "equal split, experts in order", "rows on the critical path / mean",
                    report["before"]["critical_rows"] / mean)  # fmt: skip
-        record.add(6, case, "place + split_batch", "rows on the critical path / mean", report["after"]["critical_rows"] / mean)
+        record.add(
+            6,
+            case,
+            "place + split_batch",
+            "rows on the critical path / mean",
+            report["after"]["critical_rows"] / mean,
+        )
 
 
 def _survival(record, traces):
@@ -431,10 +495,21 @@ def _survival(record, traces):
     for how, most in (("kill", 1.0), ("freeze", 4.0)):
         report = survive_demo(how=how, timeout_s=3.0)
         case = {"ranks": 4, "lost": f"1, by {how}, mid-step", "timeout, s": 3.0}
-        record.add(7, case, "runtime", "s until the last survivor noticed", max(report["noticed_s"].values()), at_most=most)
+        record.add(
+            7,
+            case,
+            "runtime",
+            "s until the last survivor noticed",
+            max(report["noticed_s"].values()),
+            at_most=most,
+        )
         record.add(7, case, "runtime", "s until serving again", report["resumed_s"])
-        record.add(7, case, "runtime", "requests not finished", report["jobs"] - report["finished"], at_most=0)
-        record.add(7, case, "runtime", "outputs other than undisturbed", 0 if report["identical"] else 1, at_most=0)
+        record.add(
+            7, case, "runtime", "requests not finished", report["jobs"] - report["finished"], at_most=0
+        )
+        record.add(
+            7, case, "runtime", "outputs other than undisturbed", 0 if report["identical"] else 1, at_most=0
+        )
         record.add(7, case, "runtime", "expert copies reloaded from storage", report["from_storage"])
 
 
@@ -454,7 +529,12 @@ def _simulator(record, traces):
     for name, trace in longer.items():
         for mode, load in loads.items():
             results = simulator.four_way(
-                trace, topology=Topology(1, 8), model=simulator.MODELS["v2-lite"], num_slots=80, load=load, max_batches=4
+                trace,
+                topology=Topology(1, 8),
+                model=simulator.MODELS["v2-lite"],
+                num_slots=80,
+                load=load,
+                max_batches=4,
             )
             base = results["neither"]
             case = {"routing": name, "model": "DeepSeek-V2-Lite", "gpus": 8, "slots": 80, "step": mode}
@@ -476,7 +556,11 @@ def _simulator(record, traces):
     rng = np.random.default_rng(0)
     counts = [np.stack([rng.multinomial(4096 * 64 * 8, row / row.sum()) for row in load])]
     result = simulator.simulate(
-        counts, plan, topology=Topology(512, 8), model=simulator.MODELS["r1"], load=simulator.decode_load(4096 * 64)
+        counts,
+        plan,
+        topology=Topology(512, 8),
+        model=simulator.MODELS["r1"],
+        load=simulator.decode_load(4096 * 64),
     )
     case = {"load": "R1-like (generated)", "layers": 4, "gpus": 4096, "slots": 8192, "nodes": 512}
     record.add(8, case, "place + simulate", "s", time.perf_counter() - start, at_most=30.0)

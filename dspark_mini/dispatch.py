@@ -95,7 +95,13 @@ class Experts:
 
     def __init__(self, held, *, dim, hidden, seed=0, dtype=torch.float32, device="cpu"):
         self.held = np.array(held, dtype=np.int64)
-        self.dim, self.hidden, self.seed, self.dtype, self.device = dim, hidden, seed, dtype, torch.device(device)
+        self.dim, self.hidden, self.seed, self.dtype, self.device = (
+            dim,
+            hidden,
+            seed,
+            dtype,
+            torch.device(device),
+        )
         layers, slots = self.held.shape
         # One row per slot, so that a copy moves as one row of `exchange_rows`.
         self.weights = torch.zeros(layers, slots, 3 * dim * hidden, dtype=dtype, device=self.device)
@@ -109,7 +115,9 @@ class Experts:
         self.held[layer, slot] = expert
 
     def stored(self, layer, expert):
-        w_in, w_out = make_expert(layer, expert, dim=self.dim, hidden=self.hidden, seed=self.seed, dtype=self.dtype)
+        w_in, w_out = make_expert(
+            layer, expert, dim=self.dim, hidden=self.hidden, seed=self.seed, dtype=self.dtype
+        )
         return torch.cat([w_in.flatten(), w_out.flatten()]).to(self.device)
 
     def matrices(self, layer, slot):
@@ -121,7 +129,9 @@ class Experts:
         """Have room for `slots` slots per layer; new ones are empty (-1)."""
         layers, old = self.held.shape
         if slots > old:
-            self.weights = torch.cat([self.weights, self.weights.new_zeros(layers, slots - old, self.weights.shape[2])], 1)
+            self.weights = torch.cat(
+                [self.weights, self.weights.new_zeros(layers, slots - old, self.weights.shape[2])], 1
+            )
             self.held = np.concatenate([self.held, np.full((layers, slots - old), -1)], axis=1)
 
 
@@ -213,10 +223,14 @@ def plan_exchange(topk_ids, placement, layer, *, width, dtype=torch.float32, gro
     slot_of_pair = np.repeat(slots, sends[rank, slots])
     order = by_expert[np.argsort(slot_of_pair, kind="stable")]
     plan = ExchangePlan(sends, order, counts, rank, placement.slot_gpu)
-    if ranks > 1:  # the same arithmetic everywhere, or a difference in version or hardware: find out before sending
+    if (
+        ranks > 1
+    ):  # the same arithmetic everywhere, or a difference in version or hardware: find out before sending
         marks = _gather(np.array([_mark(sends)]), group, ranks).ravel()
         if (marks != marks[0]).any():
-            raise ExchangeError(f"ranks {np.flatnonzero(marks != marks[0]).tolist()} planned another exchange than rank 0")
+            raise ExchangeError(
+                f"ranks {np.flatnonzero(marks != marks[0]).tolist()} planned another exchange than rank 0"
+            )
     return plan
 
 
@@ -232,7 +246,9 @@ def _gather(row, group, ranks):
 
 def _check_heads(heads, rank_counts, placement, ranks):
     if ranks != placement.num_gpus:
-        raise ExchangeError(f"the group has {ranks} ranks, but the placement is for {placement.num_gpus} GPUs")
+        raise ExchangeError(
+            f"the group has {ranks} ranks, but the placement is for {placement.num_gpus} GPUs"
+        )
     column = dict(zip(HEADER, heads.T))
     if (column["pairs"] < 0).any():
         raise ExchangeError(f"ranks {np.flatnonzero(column['pairs'] < 0).tolist()} have invalid expert ids")
@@ -283,7 +299,9 @@ def exchange_rows(rows, send, receive, group=None, out=None):
             raise ExchangeError(f"ranks disagree on (row width, dtype): {table[:, 1:3].tolist()}")
         if (sends != receives.T).any():
             a, b = np.argwhere(sends != receives.T)[0]
-            raise ExchangeError(f"rank {a} sends {sends[a, b]} rows to rank {b}, which expects {receives[b, a]}")
+            raise ExchangeError(
+                f"rank {a} sends {sends[a, b]} rows to rank {b}, which expects {receives[b, a]}"
+            )
     elif problem:
         raise ValueError(problem)
     return _all_to_all(rows, send, receive, group, out)
@@ -330,7 +348,9 @@ def _by_slot(local):
     return np.concatenate(blocks).astype(np.int64) if blocks else np.zeros(0, dtype=np.int64)
 
 
-def moe_forward(x, topk_ids, topk_weights, experts, placement, layer, *, group=None, split=split_batch, stats=None):
+def moe_forward(
+    x, topk_ids, topk_weights, experts, placement, layer, *, group=None, split=split_batch, stats=None
+):
     """One MoE layer over all ranks of `group`.
 
     x (tokens, dim), topk_ids (tokens, top_k) integers with -1 for padding, topk_weights like topk_ids; `experts` is
@@ -340,10 +360,14 @@ def moe_forward(x, topk_ids, topk_weights, experts, placement, layer, *, group=N
     # Ranks that share cores must not count each other's time, so on a CPU the compute clock is this thread's own.
     clock = time.perf_counter if x.is_cuda else time.thread_time
     start = time.perf_counter()
-    plan = plan_exchange(topk_ids, placement, layer, width=x.shape[1], dtype=x.dtype, group=group, split=split)
+    plan = plan_exchange(
+        topk_ids, placement, layer, width=x.shape[1], dtype=x.dtype, group=group, split=split
+    )
     held = placement.slot_expert[layer, placement.slot_gpu == plan.rank]
     if (experts.held[layer, : len(held)] != held).any():
-        raise ValueError(f"experts hold {experts.held[layer].tolist()} in layer {layer}, the placement says {held.tolist()}")
+        raise ValueError(
+            f"experts hold {experts.held[layer].tolist()} in layer {layer}, the placement says {held.tolist()}"
+        )
     rows = dispatch(x, topk_ids, plan, group)
     _finish(x)
     middle, compute = time.perf_counter(), clock()
@@ -380,9 +404,17 @@ def migrate(experts, moves, placement, *, group=None):
     received = 0
     for layer in sorted({move.layer for move in moves}):
         here = [move for move in moves if move.layer == layer]
-        sent = sorted((m for m in here if m.source >= 0 and gpu[m.source] == rank), key=lambda m: (gpu[m.target], m.target))
-        wanted = sorted((m for m in here if m.source >= 0 and gpu[m.target] == rank), key=lambda m: (gpu[m.source], m.target))
-        stored = [(m, experts.stored(layer, m.expert)) for m in here if m.source < 0 and gpu[m.target] == rank]
+        sent = sorted(
+            (m for m in here if m.source >= 0 and gpu[m.source] == rank),
+            key=lambda m: (gpu[m.target], m.target),
+        )
+        wanted = sorted(
+            (m for m in here if m.source >= 0 and gpu[m.target] == rank),
+            key=lambda m: (gpu[m.source], m.target),
+        )
+        stored = [
+            (m, experts.stored(layer, m.expert)) for m in here if m.source < 0 and gpu[m.target] == rank
+        ]
         rows = experts.weights[layer, [int(m.source - first[rank]) for m in sent]]
         send = np.bincount([gpu[m.target] for m in sent], minlength=ranks)
         receive = np.bincount([gpu[m.source] for m in wanted], minlength=ranks)

@@ -56,7 +56,9 @@ class KVPool:
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"num_pages and page_size must be positive, got {num_pages} and {page_size}")
         self.num_pages, self.page_size = num_pages, page_size
-        self._free = list(range(num_pages))  # a heap: the lowest page first keeps the pool dense and runs repeatable
+        self._free = list(
+            range(num_pages)
+        )  # a heap: the lowest page first keeps the pool dense and runs repeatable
         self._refs = [0] * num_pages
         self._fill = [0] * num_pages  # tokens written in a page
         self._pages = {}  # sequence -> pages
@@ -198,7 +200,9 @@ class KVPool:
             )
         while count > len(self._free):
             used = {page for pages in self._pages.values() for page in pages}
-            victim = next(p for p, (pages, _) in self._prefixes.items() if not pages or not used >= set(pages))
+            victim = next(
+                p for p, (pages, _) in self._prefixes.items() if not pages or not used >= set(pages)
+            )
             self._drop(self._prefixes.pop(victim)[0])
         pages = [heapq.heappop(self._free) for _ in range(count)]
         for page in pages:
@@ -223,7 +227,9 @@ class ContiguousPool:
     def allocate(self, sequence, tokens, reserve):
         """Reserve a run of `reserve` places for a sequence of `tokens` tokens now; OutOfPages if no hole is large enough."""
         if sequence in self._runs or not 0 < tokens <= reserve:
-            raise ValueError(f"a new sequence needs 0 < tokens <= reserve, got {sequence!r}, {tokens}, {reserve}")
+            raise ValueError(
+                f"a new sequence needs 0 < tokens <= reserve, got {sequence!r}, {tokens}, {reserve}"
+            )
         for start, size in self._holes():
             if size >= reserve:
                 self._runs[sequence] = (start, reserve, tokens)

@@ -37,7 +37,9 @@ def run_ranks(function, num_ranks, *args, timeout_s=120.0, may_die=()):
     """
     import torch.distributed as dist
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
     if method == "forkserver":  # torch is imported once, not once per rank
@@ -47,13 +49,17 @@ def run_ranks(function, num_ranks, *args, timeout_s=120.0, may_die=()):
     try:
         for rank in range(num_ranks):
             reader, writer = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(writer, function, rank, num_ranks, store.port, args))
+            process = context.Process(
+                target=_child, args=(writer, function, rank, num_ranks, store.port, args)
+            )
             process.start()
             writer.close()
             ranks[reader] = (rank, process)
         must = set(range(num_ranks)) - set(may_die)
         while not must <= done:
-            ready = wait([r for r, (rank, _) in ranks.items() if rank not in done], timeout=end - time.monotonic())
+            ready = wait(
+                [r for r, (rank, _) in ranks.items() if rank not in done], timeout=end - time.monotonic()
+            )
             if not ready:
                 raise RanksFailed(f"ranks {sorted(must - done)} were not done after {timeout_s} s")
             for reader in ready:

@@ -28,14 +28,20 @@ def check_load(load, name="load"):
     if array.ndim == 1:
         array = array[None]
     if array.ndim != 2 or array.size == 0:
-        raise ValueError(f"{name} must have shape (layers, experts) with at least one of each, got {array.shape}")
+        raise ValueError(
+            f"{name} must have shape (layers, experts) with at least one of each, got {array.shape}"
+        )
     array = array.astype(np.float64)
     if not np.isfinite(array).all():
         layer, expert = np.argwhere(~np.isfinite(array))[0]
-        raise ValueError(f"{name} must be finite, got {array[layer, expert]} at layer {layer}, expert {expert}")
+        raise ValueError(
+            f"{name} must be finite, got {array[layer, expert]} at layer {layer}, expert {expert}"
+        )
     if (array < 0).any():
         layer, expert = np.argwhere(array < 0)[0]
-        raise ValueError(f"{name} must not be negative, got {array[layer, expert]} at layer {layer}, expert {expert}")
+        raise ValueError(
+            f"{name} must not be negative, got {array[layer, expert]} at layer {layer}, expert {expert}"
+        )
     return array
 
 
@@ -93,7 +99,9 @@ class LoadTracker:
 
     def __init__(self, num_layers, num_experts, *, half_life=None, warmup_steps=0):
         if num_layers < 1 or num_experts < 1:
-            raise ValueError(f"num_layers and num_experts must be positive, got {num_layers} and {num_experts}")
+            raise ValueError(
+                f"num_layers and num_experts must be positive, got {num_layers} and {num_experts}"
+            )
         if half_life is not None and not half_life > 0:
             raise ValueError(f"half_life must be a positive number of tokens or None, got {half_life}")
         self.counts = np.zeros((num_layers, num_experts), dtype=np.int64)

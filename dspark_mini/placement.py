@@ -81,12 +81,16 @@ class Placement:
         if self.num_nodes < 1 or self.num_gpus % self.num_nodes:
             raise ValueError(f"num_nodes must divide num_gpus ({self.num_gpus}), got {self.num_nodes}")
         if slots.min() < 0 or slots.max() >= load.shape[1]:
-            raise ValueError(f"slot_expert must lie in 0 .. {load.shape[1] - 1}, got {slots.min()} .. {slots.max()}")
+            raise ValueError(
+                f"slot_expert must lie in 0 .. {load.shape[1] - 1}, got {slots.min()} .. {slots.max()}"
+            )
         copies = _count_rows(slots, load.shape[1])
         if (copies == 0).any():
             layer, expert = np.argwhere(copies == 0)[0]
             raise ValueError(f"slot_expert must hold every expert, but layer {layer} lacks expert {expert}")
-        share = 1.0 / np.take_along_axis(copies, slots, 1) if self.share is None else np.array(self.share, float)
+        share = (
+            1.0 / np.take_along_axis(copies, slots, 1) if self.share is None else np.array(self.share, float)
+        )
         if share.shape != slots.shape:
             raise ValueError(f"share must have shape {slots.shape}, got {share.shape}")
         for array, name in ((slots, "slot_expert"), (load, "load"), (share, "share"), (copies, "_copies")):
@@ -110,7 +114,9 @@ class Placement:
 
     def gpu_load_of(self, load, share=None):
         """GPU loads (layers, gpus) under another `load` (layers, experts), each expert split by `share`."""
-        slot_load = np.take_along_axis(check_load(load), self.slot_expert, 1) * (self.share if share is None else share)
+        slot_load = np.take_along_axis(check_load(load), self.slot_expert, 1) * (
+            self.share if share is None else share
+        )
         return np.add.reduceat(slot_load, np.searchsorted(self.slot_gpu, np.arange(self.num_gpus)), axis=1)
 
     @property
@@ -195,7 +201,9 @@ def place(load, *, num_gpus, num_slots, num_nodes=1, num_groups=1):
     planned = np.ldexp(planned, -np.frexp(planned.max(axis=1, keepdims=True))[1])
     if num_nodes > 1 and num_groups > 1 and num_groups % num_nodes == 0:
         if num_slots % num_nodes:
-            raise ValueError(f"num_slots must divide by num_nodes ({num_nodes}) for group-limited routing, got {num_slots}")
+            raise ValueError(
+                f"num_slots must divide by num_nodes ({num_nodes}) for group-limited routing, got {num_slots}"
+            )
         slots, share = _place_by_group(planned, num_gpus, num_slots, num_nodes, num_groups)
     else:
         slots, share = _place_flat(planned, num_gpus, num_slots)
@@ -310,7 +318,10 @@ def _place_by_group(load, num_gpus, num_slots, num_nodes, num_groups):
     swapped = greedy.copy()
     _swap(swapped, group_load, np.zeros(layers), ROUNDS)
     best = None
-    for groups in (swapped, greedy):  # the greedy assignment last: its plan is never below the hierarchical baseline
+    for groups in (
+        swapped,
+        greedy,
+    ):  # the greedy assignment last: its plan is never below the hierarchical baseline
         experts = (groups[..., None] * size + np.arange(size)).reshape(layers * num_nodes, -1)
         local = np.take_along_axis(np.repeat(load, num_nodes, axis=0), experts, 1)
         local = np.where(local.sum(axis=1, keepdims=True) > 0, local, 1e-12)
@@ -418,7 +429,9 @@ def _swap(plan, load, goal, rounds):
         order = np.argsort(gpu_load[act], axis=1, kind="stable")
         # Heaviest with lightest first; then every heavy GPU meets a different light one each turn.
         heavy, light = order[:, ::-1][:, :pairs], np.roll(order[:, :pairs], turn, axis=1)
-        row, column = np.nonzero(np.take_along_axis(gpu_load[act], heavy, 1) > goal[act, None])  # the others are done
+        row, column = np.nonzero(
+            np.take_along_axis(gpu_load[act], heavy, 1) > goal[act, None]
+        )  # the others are done
         layer, h, g = act[row], heavy[row, column], light[row, column]
         half = (gpu_load[layer, h] - gpu_load[layer, g]) / 2
         give, take = weight[layer, h] - half[:, None], weight[layer, g]
@@ -530,7 +543,9 @@ def rebalance(placement, load, *, max_moves=None, target=None, move_cost=0.0):
     load = check_load(load)
     if load.shape != placement.load.shape:
         raise ValueError(f"load must have the placement's shape {placement.load.shape}, got {load.shape}")
-    if max_moves is not None and (isinstance(max_moves, bool) or int(max_moves) != max_moves or max_moves < 0):
+    if max_moves is not None and (
+        isinstance(max_moves, bool) or int(max_moves) != max_moves or max_moves < 0
+    ):
         raise ValueError(f"max_moves must be a whole number >= 0 or None, got {max_moves!r}")
     if target is not None and not 0 < target <= 1:
         raise ValueError(f"target must lie in (0, 1], got {target!r}")
@@ -540,8 +555,12 @@ def rebalance(placement, load, *, max_moves=None, target=None, move_cost=0.0):
     before = np.full((placement.num_layers, placement.num_gpus, size.max()), -1)
     before[:, np.arange(size.max()) < size[:, None]] = placement.slot_expert
     after = _descend(before, load, max_moves, target, move_cost)
-    new = Placement(_stay(before, after).reshape(placement.num_layers, -1)[:, _real(size)], load, placement.num_gpus,
-                    placement.num_nodes)
+    new = Placement(
+        _stay(before, after).reshape(placement.num_layers, -1)[:, _real(size)],
+        load,
+        placement.num_gpus,
+        placement.num_nodes,
+    )
     kept = (new.slot_expert == placement.slot_expert).all(axis=1)
     share = np.where(kept[:, None], placement.share, new.share)
     new = replace(new, share=share, _cache={})
@@ -569,10 +588,16 @@ def shrink(placement, lost_gpus, load=None, *, slots_per_gpu=None):
         raise ValueError(f"load must have the placement's shape {placement.load.shape}, got {load.shape}")
     num_experts, layers = placement.num_experts, placement.num_layers
     needed = -(-num_experts // len(alive))
-    k = max(-(-placement.num_slots // placement.num_gpus), needed) if slots_per_gpu is None else int(slots_per_gpu)
+    k = (
+        max(-(-placement.num_slots // placement.num_gpus), needed)
+        if slots_per_gpu is None
+        else int(slots_per_gpu)
+    )
     held = _slots_per_gpu(placement.num_slots, placement.num_gpus)[alive]
     if k < max(needed, held.max()):
-        raise ValueError(f"slots_per_gpu must be at least {max(needed, held.max())} for {len(alive)} GPUs, got {k}")
+        raise ValueError(
+            f"slots_per_gpu must be at least {max(needed, held.max())} for {len(alive)} GPUs, got {k}"
+        )
     kept = np.full((layers, len(alive), k), -1)
     for new, old in enumerate(alive):
         kept[:, new, : held[new]] = placement.slot_expert[:, placement.slot_gpu == old]
@@ -637,7 +662,9 @@ def _descend(before, load, max_moves, target, move_cost):
     first = _gpu_load(before, load).max(axis=1)
     best = MIN_GAIN * first  # net gain of `result`; nothing is taken below the noise
     at_home = np.zeros((layers, num_experts + 1, num_gpus), dtype=bool)
-    at_home[np.arange(layers)[:, None, None], before, np.arange(num_gpus)[None, :, None]] = True  # -1 is the extra row
+    at_home[np.arange(layers)[:, None, None], before, np.arange(num_gpus)[None, :, None]] = (
+        True  # -1 is the extra row
+    )
     act = np.flatnonzero((mean > 0) & (first > goal))
     for _ in range(4 * num_slots):
         if len(act) == 0 or budget == 0:
@@ -705,7 +732,9 @@ def _best_step(plan, load, goal, budget):
 
     # The hot GPU gives up a spare copy for a copy of any expert it lacks: one move.
     drop = above(hot_over[:, None, None] - hot_weight[:, :, None] + arrival[:, None, :num_experts])
-    drop += fall_of[:, None, :num_experts] - above(hot_over)[:, None, None] + cost_of_loss[row, hot][:, :, None]
+    drop += (
+        fall_of[:, None, :num_experts] - above(hot_over)[:, None, None] + cost_of_loss[row, hot][:, :, None]
+    )
     present = np.zeros((layers, num_experts + 1), dtype=bool)
     present[row[:, None], hot_slots] = True
     drop[present[:, None, :num_experts] | ~can_lose[row, hot][:, :, None]] = np.inf
@@ -728,7 +757,10 @@ def _best_step(plan, load, goal, budget):
             else:
                 i, gpu, j = np.unravel_index(best[choice][layer], (k, num_gpus, k))
                 if choice == 0:
-                    plan[layer, hot[layer], i], plan[layer, gpu, j] = plan[layer, gpu, j], plan[layer, hot[layer], i]
+                    plan[layer, hot[layer], i], plan[layer, gpu, j] = (
+                        plan[layer, gpu, j],
+                        plan[layer, hot[layer], i],
+                    )
                 else:
                     plan[layer, gpu, j] = plan[layer, hot[layer], i]
             now = _gpu_load(plan[layer][None], load[layer][None])[0]

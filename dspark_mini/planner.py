@@ -132,11 +132,15 @@ class _Problem:
         ):
             if not ok.all():
                 worker = int(np.flatnonzero(~ok)[0])
-                raise ValueError(f"workers[{worker}].{name} must be finite and not negative, got {array[worker]}")
+                raise ValueError(
+                    f"workers[{worker}].{name} must be finite and not negative, got {array[worker]}"
+                )
         self.tokens = np.array([r.tokens for r in self.requests], dtype=np.int64).reshape(n)
         self.kv_tokens = np.array([r.kv_tokens for r in self.requests], dtype=np.int64).reshape(n)
         self.kv_bytes = np.array([r.kv_bytes for r in self.requests], dtype=np.float64).reshape(n)
-        self.home = np.array([-1 if r.kv_worker is None else r.kv_worker for r in self.requests], dtype=np.int64)
+        self.home = np.array(
+            [-1 if r.kv_worker is None else r.kv_worker for r in self.requests], dtype=np.int64
+        )
         self.home = self.home.reshape(n)
         for name, array, low in (("tokens", self.tokens, 1), ("kv_tokens", self.kv_tokens, 0),
                                  ("kv_bytes", self.kv_bytes, 0)):  # fmt: skip
@@ -173,7 +177,9 @@ class _Problem:
         """Seconds to have the KV cache of requests r on workers w (arrays), and where it is copied, not recomputed."""
         link = [self.topology.intra, self.topology.inter]
         across = (self.topology.node_of(self.home[r]) != self.topology.node_of(w)).astype(int)
-        latency, rate = (np.array([getattr(x, name) for x in link])[across] for name in ("latency_s", "bytes_per_s"))
+        latency, rate = (
+            np.array([getattr(x, name) for x in link])[across] for name in ("latency_s", "bytes_per_s")
+        )
         copy = latency + self.kv_bytes[r] / rate
         again = self.kv_tokens[r] * self.token_s[w]
         away = (self.home[r] != w) & (self.kv_tokens[r] > 0)
@@ -227,7 +233,14 @@ def plan_batch(requests, workers, topology):
         bound = _lower_bound(_Problem(kept, workers, topology)) if kept else float(problem.load.max())
     moved = np.flatnonzero(served & (problem.kv_tokens > 0) & (worker != problem.home))
     copied = moved[problem.fetch(moved, worker[moved])[1]]
-    return Plan(worker, busy, float(busy.max()) if exact else bound, exact, tuple(moved.tolist()), tuple(copied.tolist()))
+    return Plan(
+        worker,
+        busy,
+        float(busy.max()) if exact else bound,
+        exact,
+        tuple(moved.tolist()),
+        tuple(copied.tolist()),
+    )
 
 
 def _lower_bound(problem):
@@ -244,7 +257,9 @@ def _lower_bound(problem):
     leave = np.minimum(link.latency_s + p.kv_bytes / link.bytes_per_s, p.kv_tokens * fast)
     leave = np.where(p.kv_tokens > 0, leave, 0.0)
     # A single request needs the prefix, if nobody has it, and its own tokens, on the least busy worker.
-    alone = own + np.where(p.prefix >= 0, np.append(p.prefix_tokens * ~p.cached.any(axis=1), 0)[p.prefix] * fast, 0.0)
+    alone = own + np.where(
+        p.prefix >= 0, np.append(p.prefix_tokens * ~p.cached.any(axis=1), 0)[p.prefix] * fast, 0.0
+    )
     alone = p.load.min() + alone + leave
     alone = np.where(p.kv_tokens > 0, np.minimum(alone, p.load[p.home] + own), alone)
     low = max(float(p.load.max()), float(alone.max()))
@@ -257,7 +272,9 @@ def _lower_bound(problem):
     last = np.searchsorted(p.home[order], np.arange(workers), side="right")
     group = np.bincount(p.prefix[p.prefix >= 0], own[p.prefix >= 0], len(p.prefix_tokens))
     once = p.prefix_tokens * fast
-    others_load = np.sort(np.where(p.cached, np.inf, p.load), axis=1)  # per prefix, workers without it, roomiest first
+    others_load = np.sort(
+        np.where(p.cached, np.inf, p.load), axis=1
+    )  # per prefix, workers without it, roomiest first
     nobody = ~p.cached.any(axis=1)
     total = own.sum()
 
@@ -377,12 +394,18 @@ def _list_schedule(problem, bound, slack=1.0):
     homed = np.flatnonzero((p.kv_tokens > 0) & (worker < 0))
     if len(homed):
         link = p.topology.inter if p.topology.num_nodes > 1 else p.topology.intra
-        leave = np.minimum(p.kv_tokens * p.token_s.min(), link.latency_s + p.kv_bytes / link.bytes_per_s)[homed]
+        leave = np.minimum(p.kv_tokens * p.token_s.min(), link.latency_s + p.kv_bytes / link.bytes_per_s)[
+            homed
+        ]
         order = homed[np.lexsort((homed, -leave / p.tokens[homed], p.home[homed]))]
         evicted = []
         for r in order.tolist():
             w, seconds = home[r], tokens[r] * token_s[home[r]]
-            if time[w] + seconds <= limit and tokens[r] <= free[w] and (prefix[r] < 0 or w in holds[prefix[r]]):
+            if (
+                time[w] + seconds <= limit
+                and tokens[r] <= free[w]
+                and (prefix[r] < 0 or w in holds[prefix[r]])
+            ):
                 assign(r, w, seconds, tokens[r])
             else:
                 evicted.append(r)
@@ -514,7 +537,9 @@ def _recurrence(problem, known):
         for step, r in enumerate(order.tolist()):
             if p.prefix[r] != current:  # requests come prefix by prefix: a new set of holders begins
                 current = int(p.prefix[r])
-                holds = np.repeat(p.cached[current][None] if current >= 0 else np.ones((1, workers), bool), len(time), 0)
+                holds = np.repeat(
+                    p.cached[current][None] if current >= 0 else np.ones((1, workers), bool), len(time), 0
+                )
             size = int(p.prefix_tokens[current]) if current >= 0 else 0
             parts = []
             for w in range(workers):

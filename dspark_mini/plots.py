@@ -45,7 +45,9 @@ def four_way_figure(speedups, title=""):
     kernel, scheduler, both = (speedups[name] for name in ("kernel", "scheduler", "both"))
     names = ["neither", "kernel\nonly", "scheduler\nonly", "both", "if gains\nadded", "if they\nmultiplied"]
     values = [1.0, kernel, scheduler, both, kernel + scheduler - 1, kernel * scheduler]
-    bars = axis.bar(names, values, color=[GREY, SKY, ORANGE, BLUE, "white", "white"], edgecolor="black", width=0.7)
+    bars = axis.bar(
+        names, values, color=[GREY, SKY, ORANGE, BLUE, "white", "white"], edgecolor="black", width=0.7
+    )
     for bar in bars[4:]:
         bar.set_hatch("//")
     axis.bar_label(bars, [f"{v:.2f}" for v in values], fontsize=11, padding=2)

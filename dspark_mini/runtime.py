@@ -155,7 +155,9 @@ def reference_outputs(config, jobs):
         batch = [p for p in progress if p.left]
         if not batch:
             return [p.output for p in progress]
-        state = model.enter(torch.stack([p.state for p in batch]), torch.tensor([p.next_token for p in batch]))
+        state = model.enter(
+            torch.stack([p.state for p in batch]), torch.tensor([p.next_token for p in batch])
+        )
         for layer in range(config.num_layers):
             ids, weights = model.route(state, layer)
             moe = moe_reference(
@@ -256,7 +258,9 @@ class Runtime:
             if not self.progress[j].left:
                 self.store.set(f"result/{j}", json.dumps(self.progress.pop(j).output))
         self.tracker.update(np.stack(counts))
-        self.history.append({"step": self.step, "members": list(self.members), "rank_tokens": tokens.tolist()})
+        self.history.append(
+            {"step": self.step, "members": list(self.members), "rank_tokens": tokens.tolist()}
+        )
         self.step += 1
         if self.options.rebalance_every and self.step % self.options.rebalance_every == 0:
             self._rebalance()
@@ -345,7 +349,9 @@ class Runtime:
         needed = max(self.experts.held.shape[1], -(-experts // ranks))
         slots = int(_gather(np.array([needed]), None, ranks).max())
         self.experts.resize(slots)
-        held = _gather(self.experts.held.ravel(), None, ranks).reshape(ranks, layers, slots).transpose(1, 0, 2)
+        held = (
+            _gather(self.experts.held.ravel(), None, ranks).reshape(ranks, layers, slots).transpose(1, 0, 2)
+        )
         plan = None
         if self.members[0] == self.me:
             load = self.tracker.load if self.tracker.counts.any() else np.ones((layers, experts))
@@ -382,6 +388,8 @@ def serve(rank, num_ranks, port, config, jobs, options):
     report = Runtime(rank, num_ranks, store, config, jobs, options).run()
     if not report["evicted"] and report["members"][0] == rank:
         report["outputs"] = [json.loads(store.get(f"result/{j}")) for j in range(len(jobs))]
-        faults = {r: float(store.get(f"fault/{r}")) for r, *_ in options.faults if store.check([f"fault/{r}"])}
+        faults = {
+            r: float(store.get(f"fault/{r}")) for r, *_ in options.faults if store.check([f"fault/{r}"])
+        }
         report["faults"] = faults
     return report

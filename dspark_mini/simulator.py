@@ -23,7 +23,19 @@ from .planner import Request, Worker, plan_batch
 from .split import gpu_tokens, split_batch, split_bound
 from .topology import Topology
 
-__all__ = ["GPU", "H200", "MODELS", "Load", "MoEShape", "Result", "chunk_load", "decode_load", "four_way", "prefill_load", "simulate"]
+__all__ = [
+    "GPU",
+    "H200",
+    "MODELS",
+    "Load",
+    "MoEShape",
+    "Result",
+    "chunk_load",
+    "decode_load",
+    "four_way",
+    "prefill_load",
+    "simulate",
+]
 
 
 @dataclass(frozen=True)
@@ -100,7 +112,9 @@ def decode_load(requests, seed=0, median=4096, spread=0.6):
 def prefill_load(tokens, seed=0, requests=32, spread=0.6):
     """`requests` prompts of log-normal lengths, `tokens` tokens together; a prompt of n attends to n / 2 on average."""
     draw = np.random.default_rng(seed).lognormal(0, spread, requests)
-    edges = np.round(np.concatenate([[0], np.cumsum(draw)]) / draw.sum() * (tokens - requests)).astype(np.int64)
+    edges = np.round(np.concatenate([[0], np.cumsum(draw)]) / draw.sum() * (tokens - requests)).astype(
+        np.int64
+    )
     length = np.diff(edges) + 1
     return Load(length, (length + 1) // 2)
 
@@ -175,7 +189,9 @@ def simulate(
     if placement.num_gpus != gpus:
         raise ValueError(f"placement must be for the topology's {gpus} GPUs, got {placement.num_gpus}")
     if not counts or any(c.shape != placement.load.shape for c in counts):
-        raise ValueError(f"counts must be a sequence of {placement.load.shape} arrays, got {[c.shape for c in counts[:3]]}")
+        raise ValueError(
+            f"counts must be a sequence of {placement.load.shape} arrays, got {[c.shape for c in counts[:3]]}"
+        )
     layers = len(counts[0])
     owner = np.arange(len(load.new_tokens)) % gpus
     if spread_requests:
@@ -196,7 +212,9 @@ def simulate(
             served[b, layer] = gpu_tokens(slot_tokens, placement)
             active = gpu_tokens(slot_tokens > 0, placement)
             experts_s[b, layer] = _experts_s(served[b, layer], active, own, model, gpu)
-            exchange_s += 2 * _exchange_s(own * model.top_k * row_bytes, served[b, layer] * row_bytes, topology)
+            exchange_s += 2 * _exchange_s(
+                own * model.top_k * row_bytes, served[b, layer] * row_bytes, topology
+            )
             bound += split_bound(batch[layer], placement, layer)[0]
     slowest = experts_s.max(axis=2).sum()
     runs = len(counts) * layers
@@ -222,7 +240,9 @@ def _attention_s(load, owner, model, gpu, gpus, speedup):
     flops = np.bincount(owner, pairs * np.where(decode, model.decode_flops, model.prefill_flops), gpus)
     # A decode step reads its whole cache for one query; a prompt's keys are on the chip already.
     read = np.bincount(owner, np.where(decode, load.context, load.new_tokens), gpus) * model.kv_width
-    project = _roofline(2.0 * tokens * model.attention_params, model.attention_params * model.bytes_per_weight, gpu)
+    project = _roofline(
+        2.0 * tokens * model.attention_params, model.attention_params * model.bytes_per_weight, gpu
+    )
     core = _roofline(flops, read * model.bytes_per_weight, gpu)
     return np.where(tokens > 0, project, 0.0) + 3.0 * core / speedup
 
@@ -261,7 +281,9 @@ def four_way(
     history = trace.counts(0, half)
     batches = list(trace.batches(load.tokens, half))[:max_batches]
     if not batches:
-        raise ValueError(f"load must have at most half the trace's tokens ({trace.num_tokens - half}), got {load.tokens}")
+        raise ValueError(
+            f"load must have at most half the trace's tokens ({trace.num_tokens - half}), got {load.tokens}"
+        )
     before = baselines.contiguous(history, num_gpus=topology.num_gpus)
     after = place(history, num_gpus=topology.num_gpus, num_slots=num_slots, num_nodes=topology.num_nodes)
     shared = {"topology": topology, "model": model, "load": load, "gpu": gpu}

@@ -30,7 +30,9 @@ from .load import check_counts
 __all__ = ["assign_sources", "gpu_tokens", "split_batch", "split_bound"]
 
 SWEEPS = 8
-EXACT_GPUS = 128  # with more, only water is filled: a search visits every copy, and gaps of a token matter less
+EXACT_GPUS = (
+    128  # with more, only water is filled: a search visits every copy, and gaps of a token matter less
+)
 
 
 def split_batch(counts, placement, layer):
@@ -161,7 +163,9 @@ def _balance(counts, placement, layer):
         if n:
             movable.append(expert)
     fixed = max((counts[e] for e, gpus in enumerate(homes) if len(gpus) == 1), default=0)
-    floor = max(-(-sum(counts) // len(total)), fixed)  # no division goes below the mean, or below a lone expert
+    floor = max(
+        -(-sum(counts) // len(total)), fixed
+    )  # no division goes below the mean, or below a lone expert
     movable.sort(key=lambda expert: (-counts[expert], expert))
     for _ in range(SWEEPS):
         if max(total) <= floor:

@@ -25,7 +25,15 @@ import numpy as np
 
 from .load import check_load
 
-__all__ = ["Trace", "bundled_trace", "generate_trace", "r1_like_load", "read_counts", "read_trace", "shift_load"]
+__all__ = [
+    "Trace",
+    "bundled_trace",
+    "generate_trace",
+    "r1_like_load",
+    "read_counts",
+    "read_trace",
+    "shift_load",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,10 +49,19 @@ class Trace:
     def __post_init__(self):
         ids, offsets = self.topk_ids, self.seq_offsets
         if ids.ndim != 3 or ids.dtype.kind not in "iu" or 0 in ids.shape:
-            raise ValueError(f"topk_ids must be integers of shape (layers, tokens, top_k), got {ids.dtype} {ids.shape}")
+            raise ValueError(
+                f"topk_ids must be integers of shape (layers, tokens, top_k), got {ids.dtype} {ids.shape}"
+            )
         if ids.min() < 0 or ids.max() >= self.num_experts:
-            raise ValueError(f"topk_ids must lie in 0 .. {self.num_experts - 1}, got {ids.min()} .. {ids.max()}")
-        if offsets.ndim != 1 or offsets[0] != 0 or offsets[-1] != ids.shape[1] or (np.diff(offsets) < 0).any():
+            raise ValueError(
+                f"topk_ids must lie in 0 .. {self.num_experts - 1}, got {ids.min()} .. {ids.max()}"
+            )
+        if (
+            offsets.ndim != 1
+            or offsets[0] != 0
+            or offsets[-1] != ids.shape[1]
+            or (np.diff(offsets) < 0).any()
+        ):
             raise ValueError(f"seq_offsets must rise from 0 to the number of tokens ({ids.shape[1]})")
 
     num_layers = property(lambda self: self.topk_ids.shape[0])
@@ -84,7 +101,9 @@ def read_trace(path, num_experts=None):
     if path.is_dir():
         return _read_esft(path, num_experts)
     if path.suffix != ".npz":
-        raise ValueError(f"a token-level trace is an .npz file or a folder of expert_weights_<layer>.txt, got {path.name}")
+        raise ValueError(
+            f"a token-level trace is an .npz file or a folder of expert_weights_<layer>.txt, got {path.name}"
+        )
     with np.load(path) as data:
         if "topk_ids" not in data:
             raise ValueError(f"{path.name} must hold topk_ids, got {sorted(data)}")
@@ -128,7 +147,9 @@ def _read_esft(folder, num_experts):
             offsets = np.concatenate([[0], np.cumsum(lengths) // top_k])
         flat = np.concatenate(sequences)
         if len(flat) != offsets[-1] * top_k:
-            raise ValueError(f"{files[number].name} has {len(flat)} ids, wanted {offsets[-1] * top_k} as in the first layer")
+            raise ValueError(
+                f"{files[number].name} has {len(flat)} ids, wanted {offsets[-1] * top_k} as in the first layer"
+            )
         layers.append(flat.reshape(-1, top_k))
     ids = np.stack(layers)
     size = num_experts or _round_up(ids.max())
@@ -156,7 +177,9 @@ def read_counts(path):
         if isinstance(data, dict):
             data = next((data[key] for key in ("counts", "load", "logical_count") if key in data), None)
         if data is None:
-            raise ValueError(f"{path.name} must hold a list, or an object with 'counts', 'load' or 'logical_count'")
+            raise ValueError(
+                f"{path.name} must hold a list, or an object with 'counts', 'load' or 'logical_count'"
+            )
         return check_load(data, "counts")
     if path.suffix == ".npy":
         return check_load(np.load(path), "counts")
@@ -170,7 +193,9 @@ def read_counts(path):
 
         data = torch.load(path, weights_only=True, map_location="cpu")
         if not isinstance(data, dict) or "logical_count" not in data:
-            raise ValueError(f"{path.name} must be a dict with 'logical_count' (an SGLang expert-distribution dump)")
+            raise ValueError(
+                f"{path.name} must be a dict with 'logical_count' (an SGLang expert-distribution dump)"
+            )
         counts = data["logical_count"].to(torch.int64)
         return check_load(counts.sum(dim=0) if counts.ndim == 3 else counts, "counts").astype(np.int64)
     raise ValueError(f"counts come as .json, .npy, .npz, .pt or a folder, got {path.name}")

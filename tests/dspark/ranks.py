@@ -41,7 +41,13 @@ def inputs(seed, rank, tokens, hot=None):
     popularity = torch.linspace(2, -2, EXPERTS)
     ids = (popularity + torch.randn(tokens, EXPERTS, generator=g)).topk(TOP_K).indices
     if hot is not None and tokens:
-        ids = torch.stack([torch.full((tokens,), hot), *((hot + 1 + k) % EXPERTS + 0 * ids[:, 0] for k in range(TOP_K - 1))], 1)
+        ids = torch.stack(
+            [
+                torch.full((tokens,), hot),
+                *((hot + 1 + k) % EXPERTS + 0 * ids[:, 0] for k in range(TOP_K - 1)),
+            ],
+            1,
+        )
     return x, ids, torch.rand(tokens, TOP_K, generator=g).softmax(-1)
 
 
@@ -77,7 +83,14 @@ def layer_checks(rank, ranks, port):
                     stats = {}
                     strided = torch.empty(len(x), 2 * DIM)[:, ::2].copy_(x)  # any strides will do
                     out = moe_forward(
-                        strided, ids, weights, experts, plan, 0, stats=stats, **({"split": split} if split else {})
+                        strided,
+                        ids,
+                        weights,
+                        experts,
+                        plan,
+                        0,
+                        stats=stats,
+                        **({"split": split} if split else {}),
                     )
                     alone = moe_reference(x, ids, weights, 0, num_experts=EXPERTS, hidden=HIDDEN)
                     checked += 1
@@ -144,7 +157,9 @@ def disagreement_checks(rank, ranks, port):
     send = ones[:-1] + [1 + odd]
     messages["send sizes"] = expect(ExchangeError, exchange_rows, rows, send, ones)
     messages["row width"] = expect(ExchangeError, exchange_rows, torch.zeros(ranks, 4 + odd), ones, ones)
-    messages["own sum"] = expect(ValueError if odd else ExchangeError, exchange_rows, torch.zeros(ranks + odd, 4), ones, ones)
+    messages["own sum"] = expect(
+        ValueError if odd else ExchangeError, exchange_rows, torch.zeros(ranks + odd, 4), ones, ones
+    )
     plan_exchange(ids, plan, 0, width=DIM)  # still in step
     return messages
 
@@ -154,10 +169,14 @@ def row_checks(rank, ranks, port):
     join(rank, ranks, port)
     send = [(rank + 2 * r) % 4 for r in range(ranks)]
     receive = [(r + 2 * rank) % 4 for r in range(ranks)]
-    rows = torch.cat([torch.arange(n * 3).view(n, 3) + 1000 * rank + 100 * r for r, n in enumerate(send)]).float()
+    rows = torch.cat(
+        [torch.arange(n * 3).view(n, 3) + 1000 * rank + 100 * r for r, n in enumerate(send)]
+    ).float()
     wide = torch.empty(len(rows), 6)[:, ::2]
     wide.copy_(rows)
-    want = torch.cat([torch.arange(n * 3).view(n, 3) + 1000 * r + 100 * rank for r, n in enumerate(receive)]).float()
+    want = torch.cat(
+        [torch.arange(n * 3).view(n, 3) + 1000 * r + 100 * rank for r, n in enumerate(receive)]
+    ).float()
     out = torch.full((sum(receive), 9), -1.0)
     exchange_rows(wide, send, receive, out=out[:, ::3])
     assert torch.equal(out[:, ::3], want)
@@ -184,7 +203,13 @@ def migration_check(rank, ranks, port):
 def all_checks(rank, ranks, port):
     """Everything above in one set of processes, each check in its own group."""
     results = {}
-    for check in (layer_checks, padding_check, row_checks, migration_check, *([disagreement_checks] if ranks > 1 else [])):
+    for check in (
+        layer_checks,
+        padding_check,
+        row_checks,
+        migration_check,
+        *([disagreement_checks] if ranks > 1 else []),
+    ):
         results[check.__name__] = check(rank, ranks, port)
         dist.barrier()
         dist.destroy_process_group()
