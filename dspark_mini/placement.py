@@ -474,7 +474,27 @@ def _separate(plan, load, num_gpus):
             other, j = np.unravel_index(result.argmin(), result.shape)
             rows[gpu, slot], rows[other, j] = rows[other, j], expert
             weight[gpu, slot], weight[other, j] = weight[other, j], weight[gpu, slot]
+        if _next_duplicate(rows) is not None:
+            plan[layer] = _distinct(rows, load[layer])
     return plan
+
+
+def _distinct(rows, load):
+    """The copies of `rows` (gpus, k) dealt anew, so that no GPU gets two of one expert, wherever that can be done at all.
+
+    Most copies first, each expert to the GPUs with the most free slots (Havel and Hakimi's rule, which never gets
+    stuck); among those with equally many, to the least loaded.
+    """
+    copies = np.bincount(rows[rows >= 0], minlength=len(load))
+    free = (rows >= 0).sum(axis=1)
+    gpu_load = np.zeros(len(rows))
+    dealt = [[] for _ in rows]
+    for expert in np.lexsort((np.arange(len(load)), -load / np.maximum(copies, 1), -copies)).tolist():
+        for gpu in np.lexsort((np.arange(len(rows)), gpu_load, -free))[: copies[expert]].tolist():
+            dealt[gpu].append(expert)
+            free[gpu] -= 1
+            gpu_load[gpu] += load[expert] / copies[expert]
+    return np.array([row + [-1] * (rows.shape[1] - len(row)) for row in dealt])
 
 
 def _next_duplicate(rows):

@@ -72,6 +72,13 @@ def test_any_load_is_placed_soundly_and_never_below_the_greedy_plan(load, num_gp
     assert again.digest() == plan.digest()
 
 
+@pytest.mark.parametrize("spare", range(21))
+def test_copies_can_always_be_kept_apart(spare):
+    load = np.zeros(10)
+    load[9] = 1.0  # all weights but one are equal, and the greedy plan piles them up
+    assert_sound(place(load, num_gpus=3, num_slots=10 + spare), 10 + spare)
+
+
 def test_the_case_where_equal_splits_and_distinct_gpus_contradict():
     plan = place([3.0, 2.0, 1.0], num_gpus=2, num_slots=4)
     assert replicate_and_pack([3.0, 2.0, 1.0], num_gpus=2, num_slots=4).balancedness[0] == 1.0
