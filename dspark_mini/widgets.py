@@ -156,7 +156,8 @@ class Puzzle(Explorer):
         copies = np.bincount(chosen, minlength=len(self.load))
         gpu = self.best.slot_gpu
         parts = [
-            [(e, self.load[e] / copies[e]) for e, g in zip(chosen, gpu) if g == x] for x in range(self.num_gpus)
+            [(e, self.load[e] / copies[e]) for e, g in zip(chosen, gpu) if g == x]
+            for x in range(self.num_gpus)
         ]
         totals = np.array([sum(a for _, a in stack) for stack in parts])
         missing = [chr(65 + e) for e in np.flatnonzero(copies == 0)]
@@ -314,5 +315,3 @@ class SimulationExplorer(Explorer):
             f"(product {gain['kernel'] * gain['scheduler']:.2f}); balancedness {base.balancedness:.2f} -> "
             f"{results['both'].balancedness:.2f}"
         )
-
-
