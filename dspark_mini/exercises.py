@@ -89,7 +89,7 @@ def copies_for(load, num_slots):
 
 
 def _visible_copies(answer):
-    _want(answer(np.array([6.0, 3.0, 1.0]), 5), [3, 1, 1], "loads 6, 3, 1 in five slots")
+    _want(answer(np.array([7.0, 3.0, 1.0]), 5), [3, 1, 1], "loads 7, 3, 1 in five slots")
 
 
 def _strict_copies(answer):

@@ -143,8 +143,11 @@ def _homes(placement, layer):
     return placement._cache[key]
 
 
-def _balance(counts, placement, layer):
-    """Optimal division: (tokens per GPU, tokens[expert][i] on homes[expert][i], homes)."""
+def _balance(counts, placement, layer, watch=None):
+    """Optimal division: (tokens per GPU, tokens[expert][i] on homes[expert][i], homes).
+
+    `watch(what, expert, tokens, total)` is called after every change, for those who want to see it happen.
+    """
     homes = _homes(placement, layer)
     counts = counts.tolist()
     total = [0] * placement.num_gpus
@@ -167,17 +170,23 @@ def _balance(counts, placement, layer):
         -(-sum(counts) // len(total)), fixed
     )  # no division goes below the mean, or below a lone expert
     movable.sort(key=lambda expert: (-counts[expert], expert))
-    for _ in range(SWEEPS):
+    if watch:
+        watch("equal split", None, tokens, total)
+    for sweep in range(SWEEPS):
         if max(total) <= floor:
             break
         changed = False
         for expert in movable:
-            changed |= _pour(counts[expert], homes[expert], tokens[expert], total)
+            if _pour(counts[expert], homes[expert], tokens[expert], total):
+                changed = True
+                if watch:
+                    watch(f"sweep {sweep + 1}, pour", expert, tokens, total)
         if not changed:
             break
     if len(total) <= EXACT_GPUS:
         while max(total) > floor and _relieve(total, tokens, homes):
-            pass
+            if watch:
+                watch("chain", None, tokens, total)
     return total, tokens, homes
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from . import plots, simulator
 from .load import balancedness
 from .placement import Placement, place
-from .split import _balance, _check, _homes, _pour, _relieve, split_bound
+from .split import _balance, _check, _homes, split_bound
 from .topology import Topology
 
 __all__ = ["Picture", "PourStepper", "Predict", "Puzzle", "SimulationExplorer", "pour_trace"]
@@ -184,33 +184,13 @@ def pour_trace(counts, placement, layer):
     entry is what `split_batch` returns, which a test checks.
     """
     counts, layer = _check(counts, placement, layer)
-    homes = _homes(placement, layer)
-    total = [0] * placement.num_gpus
-    tokens = []
-    for n, gpus in zip(counts.tolist(), homes):
-        each, more = divmod(n, len(gpus))
-        tokens.append([each + (i < more) for i in range(len(gpus))])
-        for gpu, part in zip(gpus, tokens[-1]):
-            total[gpu] += part
+    homes, states = _homes(placement, layer), []
 
-    def table():
-        return [dict(zip(gpus, part)) for gpus, part in zip(homes, tokens)]
+    def watch(what, expert, tokens, total):
+        table = [dict(zip(gpus, part)) for gpus, part in zip(homes, tokens)]
+        states.append((what, expert, table, list(total)))
 
-    states = [("equal split", None, table(), list(total))]
-    final = max(_balance(counts, placement, layer)[0])
-    order = sorted((e for e, g in enumerate(homes) if len(g) > 1), key=lambda e: (-counts[e], e))
-    for sweep in range(8):
-        changed = False
-        for expert in order:
-            if max(total) <= final:
-                break
-            if _pour(int(counts[expert]), homes[expert], tokens[expert], total):
-                changed = True
-                states.append((f"sweep {sweep + 1}, pour", expert, table(), list(total)))
-        if not changed:
-            break
-    while max(total) > final and _relieve(total, tokens, homes):
-        states.append(("chain", None, table(), list(total)))
+    _balance(counts, placement, layer, watch)
     return states
 
 

@@ -10,7 +10,7 @@ import pytest
 from dspark_mini import Placement, bundled_trace, exercises, gpu_tokens, place, split_batch
 
 ipywidgets = pytest.importorskip("ipywidgets")
-from dspark_mini import widgets  # noqa: E402
+from dspark_mini import widgets
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "notebooks" / "10_scheduling.ipynb"
