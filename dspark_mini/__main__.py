@@ -1,4 +1,5 @@
-"""Command line: python -m dspark_mini {place, simulate, run, survive, bench}; each explains itself with --help."""
+"""Command line: python -m dspark_mini {place, simulate, run, survive, bench}; each explains itself with
+--help."""
 
 from __future__ import annotations
 
@@ -123,8 +124,18 @@ def _place(args):
     after = plan.gpu_load[worst]
     if args.json:
         summary = {n: {"median": float(np.median(v)), "min": float(v.min())} for n, v in values.items()}
-        print(json.dumps({"layers": plan.num_layers, "experts": plan.num_experts, "gpus": args.gpus, "slots": slots,
-                          "balancedness": summary, "placement": plan.to_json()}))  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "layers": plan.num_layers,
+                    "experts": plan.num_experts,
+                    "gpus": args.gpus,
+                    "slots": slots,
+                    "balancedness": summary,
+                    "placement": plan.to_json(),
+                }
+            )
+        )
     else:
         _table(
             f"Balancedness (mean / max GPU load) of {plan.num_layers} layers, {plan.num_experts} experts, "
@@ -160,9 +171,12 @@ def _simulate(args):
         trace = bundled_trace()
     else:
         trace = generate_trace(
-            num_layers=min(model.num_layers, 26), num_tokens=max(2 * args.batch, 1536),
-            num_experts=model.num_experts, top_k=model.top_k, seed=1,
-        )  # fmt: skip
+            num_layers=min(model.num_layers, 26),
+            num_tokens=max(2 * args.batch, 1536),
+            num_experts=model.num_experts,
+            top_k=model.top_k,
+            seed=1,
+        )
     load = {
         "chunk": lambda: simulator.chunk_load(args.batch, args.context, max(32, 4 * args.gpus)),
         "prefill": lambda: simulator.prefill_load(args.batch, requests=max(1, args.batch // args.context)),
@@ -170,36 +184,56 @@ def _simulate(args):
     }[args.mode]()
     slots = args.slots or max(-(-trace.num_experts // args.gpus) + 2, 2) * args.gpus
     results = simulator.four_way(
-        trace, topology=Topology(args.nodes, args.gpus // args.nodes), model=model, num_slots=slots, load=load,
+        trace,
+        topology=Topology(args.nodes, args.gpus // args.nodes),
+        model=model,
+        num_slots=slots,
+        load=load,
         kernel_speedup=args.kernel_speedup,
-    )  # fmt: skip
+    )
     base = results["neither"]
     speedups = {name: base.step_s / r.step_s for name, r in results.items()}
     worst = int(base.layer_utilisation.min(axis=1).argmin())
     before, after = base.layer_utilisation[worst], results["both"].layer_utilisation[worst]
     if args.json:
-        print(json.dumps({
-            "trace": trace.source, "generated": trace.generated, "gpus": args.gpus, "nodes": args.nodes, "slots": slots,
-            "mode": args.mode, "batch": load.tokens, "kernel_speedup": args.kernel_speedup,
-            "speedup": speedups, "product": speedups["kernel"] * speedups["scheduler"],
-            "tokens_per_s": {n: r.tokens_per_s for n, r in results.items()},
-            "balancedness": {n: r.balancedness for n, r in results.items()},
-            "phases_s": {n: r.phases for n, r in results.items()}, "layer": worst,
-            "utilisation": {"before": before.tolist(), "after": after.tolist()},
-        }))  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "trace": trace.source,
+                    "generated": trace.generated,
+                    "gpus": args.gpus,
+                    "nodes": args.nodes,
+                    "slots": slots,
+                    "mode": args.mode,
+                    "batch": load.tokens,
+                    "kernel_speedup": args.kernel_speedup,
+                    "speedup": speedups,
+                    "product": speedups["kernel"] * speedups["scheduler"],
+                    "tokens_per_s": {n: r.tokens_per_s for n, r in results.items()},
+                    "balancedness": {n: r.balancedness for n, r in results.items()},
+                    "phases_s": {n: r.phases for n, r in results.items()},
+                    "layer": worst,
+                    "utilisation": {"before": before.tolist(), "after": after.tolist()},
+                }
+            )
+        )
     else:
         kind = "generated" if trace.generated else "real"
         _table(
             f"{model.name} on {args.gpus} simulated GPUs, {kind} routing, {load.tokens} tokens per step ({args.mode})",
             ["", "throughput", "step, ms", "attention", "exchange", "experts", "balancedness"],
             [
-                (name, f"{speedups[name]:.3f}", f"{r.step_s / len(r.gpu_tokens) * 1e3:.2f}",
-                 *(f"{r.phases[p] / r.step_s:.0%}" for p in ("attention", "exchange", "experts")),
-                 f"{r.balancedness:.3f} (bound {r.bound:.3f})")
+                (
+                    name,
+                    f"{speedups[name]:.3f}",
+                    f"{r.step_s / len(r.gpu_tokens) * 1e3:.2f}",
+                    *(f"{r.phases[p] / r.step_s:.0%}" for p in ("attention", "exchange", "experts")),
+                    f"{r.balancedness:.3f} (bound {r.bound:.3f})",
+                )
                 for name, r in results.items()
             ],
             args,
-        )  # fmt: skip
+        )
         print(
             f"product of the single gains {speedups['kernel'] * speedups['scheduler']:.3f}, both {speedups['both']:.3f}"
         )
@@ -221,10 +255,17 @@ def _run(args):
 
     dim, hidden = demo.WIDTHS[args.preset]
     settings = {
-        "dim": args.dim or dim, "hidden": args.hidden or hidden, "experts": args.experts, "top_k": args.top_k,
-        "layers": args.layers, "tokens": args.tokens, "steps": args.steps, "slots_per_gpu": args.slots_per_gpu,
-        "trace": args.trace, "timeout_s": args.timeout,
-    }  # fmt: skip
+        "dim": args.dim or dim,
+        "hidden": args.hidden or hidden,
+        "experts": args.experts,
+        "top_k": args.top_k,
+        "layers": args.layers,
+        "tokens": args.tokens,
+        "steps": args.steps,
+        "slots_per_gpu": args.slots_per_gpu,
+        "trace": args.trace,
+        "timeout_s": args.timeout,
+    }
     if args.ranks:
         report = run_ranks(demo.layer_rank, args.ranks, settings, timeout_s=600)[0]
     else:
@@ -241,15 +282,30 @@ def _run(args):
         _table(
             f"{report['experts']} experts, top {report['top_k']}, {report['layers']} layers, width {report['dim']} -> "
             f"{report['hidden']}, {report['ranks']} ranks on {report['device']}, {kind} routing",
-            ["rank", "tokens before", "utilisation", "compute, ms", "tokens after", "utilisation", "compute, ms"],
+            [
+                "rank",
+                "tokens before",
+                "utilisation",
+                "compute, ms",
+                "tokens after",
+                "utilisation",
+                "compute, ms",
+            ],
             [
                 (r, b, f"{ub:.0%}", f"{cb * 1e3:.1f}", a, f"{ua:.0%}", f"{ca * 1e3:.1f}")
-                for r, (b, ub, cb, a, ua, ca) in enumerate(zip(
-                    before["rank_tokens"], use["before"], before["compute_s"],
-                    after["rank_tokens"], use["after"], after["compute_s"]))
+                for r, (b, ub, cb, a, ua, ca) in enumerate(
+                    zip(
+                        before["rank_tokens"],
+                        use["before"],
+                        before["compute_s"],
+                        after["rank_tokens"],
+                        use["after"],
+                        after["compute_s"],
+                    )
+                )
             ],
             args,
-        )  # fmt: skip
+        )
         mean = sum(before["rank_tokens"]) / report["ranks"]
         print(
             f"rows on the critical path: {before['critical_rows']} -> {after['critical_rows']} (bound {mean:.0f}); "
@@ -296,10 +352,17 @@ def _bench(args):
         print(json.dumps(record))
     else:
         shown = [
-            (r["target_no"], ", ".join(f"{v}" for v in r["case"].values()), r["impl"], r["metric"], f"{r['value']:.4g}",
-             r["target"] or "", {True: "yes", False: "NO", None: ""}[r["ok"]])
+            (
+                r["target_no"],
+                ", ".join(f"{v}" for v in r["case"].values()),
+                r["impl"],
+                r["metric"],
+                f"{r['value']:.4g}",
+                r["target"] or "",
+                {True: "yes", False: "NO", None: ""}[r["ok"]],
+            )
             for r in record["rows"]
-        ]  # fmt: skip
+        ]
         _table("Targets and baselines", ["", "case", "impl", "metric", "value", "target", "ok"], shown, args)
 
 

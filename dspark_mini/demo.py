@@ -1,4 +1,5 @@
-"""What the commands `run` and `survive` do: a real MoE layer over ranks, before and after, and the loss of a rank."""
+"""What the commands `run` and `survive` do: a real MoE layer over ranks, before and after, and the loss of a
+rank."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ WIDTHS = {"small": (256, 128), "v2-lite": (2048, 1408)}
 
 
 def layer_demo(settings):
-    """One rank's part of `run`, in the process group that torchrun announced (or alone); report on rank 0, else None."""
+    """One rank's part of `run`, in the process group that torchrun announced (or alone); report on rank 0,
+    else None."""
     if "RANK" in os.environ and not dist.is_initialized():
         cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(
             os.environ.get("LOCAL_WORLD_SIZE", "1")
@@ -49,9 +51,12 @@ def layer_demo(settings):
 def layer_rank(rank, num_ranks, port, settings):
     """The same, started by `launch.run_ranks` instead of torchrun."""
     dist.init_process_group(
-        "gloo", store=dist.PrefixStore("run", connect(port)), rank=rank, world_size=num_ranks,
+        "gloo",
+        store=dist.PrefixStore("run", connect(port)),
+        rank=rank,
+        world_size=num_ranks,
         timeout=timedelta(seconds=settings["timeout_s"]),
-    )  # fmt: skip
+    )
     return layer_demo(settings)
 
 
@@ -77,10 +82,19 @@ def _layer(settings, device):
         "after": (place(history, num_gpus=ranks, num_slots=slots * ranks), split_batch),
     }
     report = {
-        "ranks": ranks, "device": device, "dim": dim, "hidden": hidden, "experts": trace.num_experts,
-        "top_k": trace.top_k, "layers": layers, "tokens_per_rank": tokens, "slots_per_gpu": slots, "steps": steps,
-        "trace": trace.source, "generated": trace.generated,
-    }  # fmt: skip
+        "ranks": ranks,
+        "device": device,
+        "dim": dim,
+        "hidden": hidden,
+        "experts": trace.num_experts,
+        "top_k": trace.top_k,
+        "layers": layers,
+        "tokens_per_rank": tokens,
+        "slots_per_gpu": slots,
+        "steps": steps,
+        "trace": trace.source,
+        "generated": trace.generated,
+    }
     outputs = {}
     for name, (placement, split) in plans.items():
         held = placement.slot_expert[:, placement.slot_gpu == rank]
@@ -131,7 +145,8 @@ def _inputs(trace, layer, start, step, rank, ranks, tokens, dim, dtype, device):
 
 
 def survive_demo(*, ranks=4, lose=2, how="kill", step=3, jobs=24, timeout_s=3.0):
-    """Serve requests on `ranks` ranks, lose one in the middle of a step, and compare with an undisturbed process."""
+    """Serve requests on `ranks` ranks, lose one in the middle of a step, and compare with an undisturbed
+    process."""
     config = ModelConfig(dim=64, hidden=32, num_experts=64, top_k=6, num_layers=2)
     work = [Job(tuple((7 * j + i) % config.vocab for i in range(1 + j % 5)), 4 + j % 6) for j in range(jobs)]
     options = Options(timeout_s=timeout_s, faults=((lose, step, 1, how),))
@@ -146,10 +161,19 @@ def survive_demo(*, ranks=4, lose=2, how="kill", step=3, jobs=24, timeout_s=3.0)
     resumed = next(e for e in main["events"] if e["kind"] == "resumed")
     moved = next(e for e in main["events"] if e["kind"] == "moved" and e["time"] > died)
     return {
-        "ranks": ranks, "lost": lose, "how": how, "timeout_s": timeout_s, "jobs": jobs, "members": main["members"],
-        "noticed_s": noticed, "resumed_s": round(resumed["time"] - died, 4), "restarted": resumed["restarted"],
-        "copies_fetched": moved["copies"], "from_storage": moved["reloaded"], "finished": len(main["outputs"]),
+        "ranks": ranks,
+        "lost": lose,
+        "how": how,
+        "timeout_s": timeout_s,
+        "jobs": jobs,
+        "members": main["members"],
+        "noticed_s": noticed,
+        "resumed_s": round(resumed["time"] - died, 4),
+        "restarted": resumed["restarted"],
+        "copies_fetched": moved["copies"],
+        "from_storage": moved["reloaded"],
+        "finished": len(main["outputs"]),
         "identical": main["outputs"] == reference_outputs(config, work),
         "history": main["history"],
         "events": [{k: v for k, v in e.items() if k != "time"} for e in main["events"]],
-    }  # fmt: skip
+    }

@@ -1,25 +1,29 @@
 """Tokens to experts and back, over torch.distributed.
 
-One MoE layer on rank r (= GPU r): every token here has `top_k` experts, and an expert may live on several ranks.
+One MoE layer on rank r (= GPU r): every token here has `top_k` experts, and an expert may live on several
+ranks.
 
-1. *Counts first.* All ranks gather everybody's tokens per expert, together with what must agree: layer, widths, dtype,
-   placement. Any disagreement raises the same `ExchangeError` on every rank, before a single row is sent. This is not
-   politeness: gloo returns silently, with wrong data, when two ranks disagree on sizes.
-2. *Split.* From the summed counts every rank computes the same division over copies, and from that the same matrix of
-   rows that each rank sends to each slot. No further negotiation; receivers know what arrives, in which order.
-3. *Dispatch.* One all-to-all of token rows, sorted by slot. 4. *Experts.* Rows grouped by slot. 5. *Combine.* The
-   all-to-all in reverse, and each token sums its experts' results in the order of its own top-k list.
+1. *Counts first.* All ranks gather everybody's tokens per expert, together with what must agree: layer,
+   widths, dtype, placement. Any disagreement raises the same `ExchangeError` on every rank, before a single
+   row is sent. This is not politeness: gloo returns silently, with wrong data, when two ranks disagree on
+   sizes.
+2. *Split.* From the summed counts every rank computes the same division over copies, and from that the same
+   matrix of rows that each rank sends to each slot. No further negotiation; receivers know what arrives, in
+   which order.
+3. *Dispatch.* One all-to-all of token rows, sorted by slot. 4. *Experts.* Rows grouped by slot. 5. *Combine.*
+   The all-to-all in reverse, and each token sums its experts' results in the order of its own top-k list.
 
 A rank with no tokens, or with only cold experts, still joins all three collectives with empty buffers.
 
-Step 5 fixes the order of summation, and `expert_mlp` makes a row's result independent of the rows beside it. So on a CPU
-the output is bit-identical to one process that holds all experts, however tokens were split.
+Step 5 fixes the order of summation, and `expert_mlp` makes a row's result independent of the rows beside it.
+So on a CPU the output is bit-identical to one process that holds all experts, however tokens were split.
 
-Rows travel once per (token, expert). Sending a token once per rank that needs it would save up to (top_k - 1) / top_k
-of the dispatch bytes, but not of the combine bytes, at the price of indices in the payload; this is the simple form.
+Rows travel once per (token, expert). Sending a token once per rank that needs it would save up to (top_k - 1)
+/ top_k of the dispatch bytes, but not of the combine bytes, at the price of indices in the payload; this is
+the simple form.
 
-Counts travel on the CPU (gloo), rows on the device of `x` (gloo or NCCL): a group made with backend "cpu:gloo,cuda:nccl"
-serves both.
+Counts travel on the CPU (gloo), rows on the device of `x` (gloo or NCCL): a group made with backend
+"cpu:gloo,cuda:nccl" serves both.
 """
 
 from __future__ import annotations
@@ -36,9 +40,20 @@ from .load import count_tokens
 from .split import assign_sources, gpu_tokens, split_batch
 
 __all__ = [
-    "ExchangeError", "ExchangePlan", "Experts", "combine", "dispatch", "exchange_rows", "expert_mlp", "make_expert",
-    "migrate", "moe_forward", "moe_reference", "plan_exchange", "row_matmul",
-]  # fmt: skip
+    "ExchangeError",
+    "ExchangePlan",
+    "Experts",
+    "combine",
+    "dispatch",
+    "exchange_rows",
+    "expert_mlp",
+    "make_expert",
+    "migrate",
+    "moe_forward",
+    "moe_reference",
+    "plan_exchange",
+    "row_matmul",
+]
 
 ROWS = 16  # rows per matrix product on a CPU: with one fixed shape, BLAS computes every row in the same way
 HEADER = ("layer", "placement", "width", "dtype", "top_k", "pairs")
@@ -66,8 +81,8 @@ def make_expert(layer, expert, *, dim, hidden, seed=0, dtype=torch.float32):
 def row_matmul(x, weight):
     """x (rows, n) @ weight (n, m), every row computed as if it were alone.
 
-    On a CPU the product is done ROWS rows at a time, the last block padded with zeros. BLAS picks other kernels for
-    other row counts, and with them other orders of summation; one shape means one order.
+    On a CPU the product is done ROWS rows at a time, the last block padded with zeros. BLAS picks other
+    kernels for other row counts, and with them other orders of summation; one shape means one order.
     """
     if x.is_cuda:
         return x @ weight
@@ -88,9 +103,11 @@ def expert_mlp(x, w_in, w_out):
 
 
 class Experts:
-    """The expert copies that one rank holds: weights (layers, slots, ...) on one device, and which expert is where.
+    """The expert copies that one rank holds: weights (layers, slots, ...) on one device, and which expert is
+    where.
 
-    `held` (layers, slots) int64 tells what is really in memory; it changes together with the weights and nothing else.
+    `held` (layers, slots) int64 tells what is really in memory; it changes together with the weights and
+    nothing else.
     """
 
     def __init__(self, held, *, dim, hidden, seed=0, dtype=torch.float32, device="cpu"):
@@ -195,9 +212,9 @@ class ExchangePlan:
 def plan_exchange(topk_ids, placement, layer, *, width, dtype=torch.float32, group=None, split=split_batch):
     """Exchange counts, check that all ranks agree, and plan who sends what where (steps 1 and 2).
 
-    topk_ids (tokens, top_k) integers, -1 for padding. `split` is the division rule, `split_batch` or a baseline with
-    its signature. Collective: every rank calls it, with zero tokens if it has none. Raises ExchangeError on all ranks
-    if they disagree, ValueError (on this rank) for bad ids.
+    topk_ids (tokens, top_k) integers, -1 for padding. `split` is the division rule, `split_batch` or a
+    baseline with its signature. Collective: every rank calls it, with zero tokens if it has none. Raises
+    ExchangeError on all ranks if they disagree, ValueError (on this rank) for bad ids.
     """
     rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
     ids = topk_ids.detach().cpu().numpy() if isinstance(topk_ids, Tensor) else np.asarray(topk_ids)
@@ -216,7 +233,8 @@ def plan_exchange(topk_ids, placement, layer, *, width, dtype=torch.float32, gro
     counts = rank_counts.sum(axis=0)
     sends = assign_sources(rank_counts, split(counts, placement, layer), placement, layer)
 
-    # Pairs sorted by expert line up with the slots sorted by expert: the first sends[slot] go to the first slot, ...
+    # Pairs sorted by expert line up with the slots sorted by expert: the first sends[slot] go to the first
+    # slot, ...
     flat = ids.ravel()
     by_expert = np.argsort(flat, kind="stable")[np.count_nonzero(flat < 0) :]
     slots = np.concatenate([np.array(s) for s in placement.slots_of(layer)])
@@ -271,9 +289,9 @@ def _mark(sends):
 def exchange_rows(rows, send, receive, group=None, out=None):
     """All-to-all of rows: send[r] rows to rank r, in order; receive[r] rows come from rank r.
 
-    rows (sum of send, ...) any strides; send and receive: a whole number per rank. Returns (sum of receive, ...), or
-    fills `out`, which may have any strides. With more than one rank the counts are compared with the other side's
-    before the payload: every rank of a group that disagrees raises ExchangeError.
+    rows (sum of send, ...) any strides; send and receive: a whole number per rank. Returns (sum of receive,
+    ...), or fills `out`, which may have any strides. With more than one rank the counts are compared with the
+    other side's before the payload: every rank of a group that disagrees raises ExchangeError.
     """
     ranks = dist.get_world_size(group) if dist.is_initialized() else 1
     send, receive = [int(n) for n in send], [int(n) for n in receive]
@@ -287,8 +305,13 @@ def exchange_rows(rows, send, receive, group=None, out=None):
         problem = f"out must be {rows.dtype} of shape {shape}, got {out.dtype} {tuple(out.shape)}"
     if ranks > 1:
         width = rows[0:1].numel() if len(rows) else int(np.prod(rows.shape[1:]))
-        report = [bool(problem), width, DTYPES.get(rows.dtype, -1), *(send if not problem else [0] * ranks),
-                  *(receive if not problem else [0] * ranks)]  # fmt: skip
+        report = [
+            bool(problem),
+            width,
+            DTYPES.get(rows.dtype, -1),
+            *(send if not problem else [0] * ranks),
+            *(receive if not problem else [0] * ranks),
+        ]
         table = _gather(np.array(report), group, ranks)
         sends, receives = table[:, 3 : 3 + ranks], table[:, 3 + ranks :]
         if problem:
@@ -308,7 +331,8 @@ def exchange_rows(rows, send, receive, group=None, out=None):
 
 
 def _all_to_all(rows, send, receive, group, out=None):
-    """The bare collective on contiguous buffers: a strided output would be filled wrongly by gloo, without a word."""
+    """The bare collective on contiguous buffers: a strided output would be filled wrongly by gloo, without a
+    word."""
     rows = rows.contiguous()
     shape = (sum(receive), *rows.shape[1:])
     buffer = out if out is not None and out.is_contiguous() else rows.new_empty(shape)
@@ -323,7 +347,8 @@ def _all_to_all(rows, send, receive, group, out=None):
 
 
 def dispatch(x, topk_ids, plan, group=None):
-    """Send the rows of x (tokens, dim) to the slots of `plan`; returns the rows for this rank, grouped by local slot."""
+    """Send the rows of x (tokens, dim) to the slots of `plan`; returns the rows for this rank, grouped by
+    local slot."""
     pair = torch.from_numpy(plan.order).to(x.device)
     rows = x.index_select(0, pair // topk_ids.shape[1])
     received = _all_to_all(rows, plan.traffic[plan.rank].tolist(), plan.traffic[:, plan.rank].tolist(), group)
@@ -353,11 +378,13 @@ def moe_forward(
 ):
     """One MoE layer over all ranks of `group`.
 
-    x (tokens, dim), topk_ids (tokens, top_k) integers with -1 for padding, topk_weights like topk_ids; `experts` is
-    this rank's `Experts`, which must hold what `placement` says. Returns (tokens, dim). Collective.
-    `stats`, a dict, receives the ExchangePlan as "plan" and the seconds of "compute" and "exchange" on this rank.
+    x (tokens, dim), topk_ids (tokens, top_k) integers with -1 for padding, topk_weights like topk_ids;
+    `experts` is this rank's `Experts`, which must hold what `placement` says. Returns (tokens, dim).
+    Collective. `stats`, a dict, receives the ExchangePlan as "plan" and the seconds of "compute" and
+    "exchange" on this rank.
     """
-    # Ranks that share cores must not count each other's time, so on a CPU the compute clock is this thread's own.
+    # Ranks that share cores must not count each other's time, so on a CPU the compute clock is this thread's
+    # own.
     clock = time.perf_counter if x.is_cuda else time.thread_time
     start = time.perf_counter()
     plan = plan_exchange(
@@ -393,10 +420,12 @@ def _finish(x):
 
 
 def migrate(experts, moves, placement, *, group=None):
-    """Carry out `moves` (list of `Move`, slots numbered in `placement`): fetch copies from their ranks, or from storage.
+    """Carry out `moves` (list of `Move`, slots numbered in `placement`): fetch copies from their ranks, or
+    from storage.
 
-    Layer by layer, so that memory for one layer's copies is enough. All copies arrive in a buffer before any slot of
-    that layer is overwritten, since the moves are simultaneous. Collective; returns the bytes this rank received.
+    Layer by layer, so that memory for one layer's copies is enough. All copies arrive in a buffer before any
+    slot of that layer is overwritten, since the moves are simultaneous. Collective; returns the bytes this
+    rank received.
     """
     rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
     gpu = placement.slot_gpu

@@ -1,7 +1,7 @@
 """Exercises of the scheduling chapter: a visible and a stricter test, three hints, one solution each.
 
-`check("10a", function)` says how far an answer is, `hint("10a", 1)` gives away a little, `hint("10a", 3)` almost all,
-`solution("10a")` shows one answer.
+`check("10a", function)` says how far an answer is, `hint("10a", 1)` gives away a little, `hint("10a", 3)`
+almost all, `solution("10a")` shows one answer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Exercise:
 
 
 def check(name, answer):
-    """Run an exercise's tests on an answer, the strict one once the visible one passes; print a line for each."""
+    """Run an exercise's tests on an answer, the strict one once the visible one passes; print a line for
+    each."""
     for level in ("visible", "strict"):
         verdict = run(name, level, answer)
         print(f"{name} {level}: {'pass' if verdict is None else 'not yet: ' + verdict}")
@@ -103,7 +104,8 @@ def _strict_copies(answer):
 
 
 def pour(tokens, levels):
-    """Pour `tokens` over GPUs that already stand at `levels`, lowest first, until they are level (fractions allowed)."""
+    """Pour `tokens` over GPUs that already stand at `levels`, lowest first, until they are level (fractions
+    allowed)."""
     low = np.sort(levels)
     for n in range(1, len(low) + 1):
         height = (tokens + low[:n].sum()) / n
@@ -129,7 +131,8 @@ def _strict_pour(answer):
 
 
 def best_step(costs):
-    """Smallest possible finish time for costs (requests, workers), by the recurrence over sets of load vectors."""
+    """Smallest possible finish time for costs (requests, workers), by the recurrence over sets of load
+    vectors."""
     states = {tuple([0.0] * len(costs[0]))}
     for row in costs:
         states = {t[:w] + (t[w] + c,) + t[w + 1 :] for t in states for w, c in enumerate(row)}

@@ -1,12 +1,13 @@
 """The paged KV cache's allocator: who owns which page, and how much memory is lost to what.
 
-KV memory is cut into pages of `page_size` tokens. A sequence owns a list of pages, in any order, so no free page is ever
-too small or in the wrong place: *external* fragmentation, free memory that nobody can use, is zero. What remains is
-*internal*: the unused rest of every sequence's last page. (`ContiguousPool`, the old way, reserves one run of memory per
-sequence; it is here to be measured against.)
+KV memory is cut into pages of `page_size` tokens. A sequence owns a list of pages, in any order, so no free
+page is ever too small or in the wrong place: *external* fragmentation, free memory that nobody can use, is
+zero. What remains is *internal*: the unused rest of every sequence's last page. (`ContiguousPool`, the old
+way, reserves one run of memory per sequence; it is here to be measured against.)
 
-Pages are reference-counted. A prompt prefix that many requests share is stored once; when its last user ends it stays
-cached until the memory is wanted, least recently used first. Writing into a shared page copies it first.
+Pages are reference-counted. A prompt prefix that many requests share is stored once; when its last user ends
+it stays cached until the memory is wanted, least recently used first. Writing into a shared page copies it
+first.
 
 The pool moves no data itself. It returns what to copy, as (source page, target page) pairs.
 """
@@ -66,10 +67,12 @@ class KVPool:
         self._prefixes = OrderedDict()  # prefix -> (pages, tokens), least recently used first
 
     def allocate(self, sequence, tokens, prefix=None):
-        """Give a new `sequence` room for `tokens` tokens, the first of them shared with a cached `prefix` if there.
+        """Give a new `sequence` room for `tokens` tokens, the first of them shared with a cached `prefix` if
+        there.
 
-        Returns (pages, hit): its page ids in order, and how many tokens the prefix already holds. Only full pages of
-        a prefix are shared. Raises ValueError for a known sequence or tokens < 1, OutOfPages when memory is short.
+        Returns (pages, hit): its page ids in order, and how many tokens the prefix already holds. Only full
+        pages of a prefix are shared. Raises ValueError for a known sequence or tokens < 1, OutOfPages when
+        memory is short.
         """
         if sequence in self._pages:
             raise ValueError(f"sequence {sequence!r} is already in the pool")
@@ -119,7 +122,8 @@ class KVPool:
         return new, copies
 
     def fork(self, sequence, child):
-        """Let `child` share all pages of `sequence` (parallel sampling); a page is copied when one of them writes."""
+        """Let `child` share all pages of `sequence` (parallel sampling); a page is copied when one of them
+        writes."""
         pages = self._get(sequence)
         if child in self._pages:
             raise ValueError(f"sequence {child!r} is already in the pool")
@@ -156,15 +160,21 @@ class KVPool:
         used = {page for pages in self._pages.values() for page in pages}
         tokens = sum(self._fill[page] for page in used)
         return PoolStats(
-            self.num_pages, self.page_size, len(used), self._cached(), len(self._free),
-            tokens, len(used) * self.page_size - tokens,
-        )  # fmt: skip
+            self.num_pages,
+            self.page_size,
+            len(used),
+            self._cached(),
+            len(self._free),
+            tokens,
+            len(used) * self.page_size - tokens,
+        )
 
     def compaction(self):
         """Fewest page copies after which all live pages are the lowest ones: [(source, target), ...].
 
-        Every live page at or above the number of live pages has to move, and no other has to: that is the minimum.
-        Needed to give memory back (the tail becomes free as one run), not to keep allocating. `apply` carries it out.
+        Every live page at or above the number of live pages has to move, and no other has to: that is the
+        minimum. Needed to give memory back (the tail becomes free as one run), not to keep allocating.
+        `apply` carries it out.
         """
         live = sorted(page for page in range(self.num_pages) if self._refs[page])
         limit = len(live)
@@ -225,7 +235,8 @@ class ContiguousPool:
         self._runs = {}  # sequence -> (start, reserved, tokens)
 
     def allocate(self, sequence, tokens, reserve):
-        """Reserve a run of `reserve` places for a sequence of `tokens` tokens now; OutOfPages if no hole is large enough."""
+        """Reserve a run of `reserve` places for a sequence of `tokens` tokens now; OutOfPages if no hole is
+        large enough."""
         if sequence in self._runs or not 0 < tokens <= reserve:
             raise ValueError(
                 f"a new sequence needs 0 < tokens <= reserve, got {sequence!r}, {tokens}, {reserve}"

@@ -1,7 +1,8 @@
 """Start ranks as child processes of this one, and never leave any behind.
 
-`torchrun` is the usual way to start ranks, but it stops all of them when one dies. To lose a rank and carry on, the
-parent must be no rank itself: it hosts the store where ranks meet, watches its children, and collects their results.
+`torchrun` is the usual way to start ranks, but it stops all of them when one dies. To lose a rank and carry
+on, the parent must be no rank itself: it hosts the store where ranks meet, watches its children, and collects
+their results.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ def connect(port, timeout_s=60.0):
 
 
 def run_ranks(function, num_ranks, *args, timeout_s=120.0, may_die=()):
-    """Run `function(rank, num_ranks, port, *args)` in `num_ranks` processes; returns the list of what they returned.
+    """Run `function(rank, num_ranks, port, *args)` in `num_ranks` processes; returns the list of what they
+    returned.
 
-    `function` must be importable by name. Ranks in `may_die` may die or hang: their entry is None, and they are killed
-    once all others are done. Raises RanksFailed if any other rank raises or dies, or after `timeout_s`; whatever
-    happens, no child is left running.
+    `function` must be importable by name. Ranks in `may_die` may die or hang: their entry is None, and they
+    are killed once all others are done. Raises RanksFailed if any other rank raises or dies, or after
+    `timeout_s`; whatever happens, no child is left running.
     """
     import torch.distributed as dist
 

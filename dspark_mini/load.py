@@ -1,7 +1,7 @@
 """Expert load: what counts as load, and how it is counted.
 
-The load of an expert is the number of tokens routed to it. A token that is routed to `top_k` experts counts once
-for each. Warm-up batches and padding tokens are nobody's work, so they are never counted.
+The load of an expert is the number of tokens routed to it. A token that is routed to `top_k` experts counts
+once for each. Warm-up batches and padding tokens are nobody's work, so they are never counted.
 
 Shapes used through the package: L layers, E experts per layer, G GPUs, S expert slots over all GPUs.
 """
@@ -16,8 +16,8 @@ __all__ = ["LoadTracker", "balancedness", "check_counts", "check_load", "count_t
 def check_load(load, name="load"):
     """Return `load` as a (layers, experts) float64 array, or raise ValueError that says what is wrong.
 
-    A single layer may be given as (experts,). Loads are any non-negative finite numbers: token counts, rates or
-    seconds. Integers above 2**31 are fine; above 2**53 they are rounded as float64 rounds them.
+    A single layer may be given as (experts,). Loads are any non-negative finite numbers: token counts, rates
+    or seconds. Integers above 2**31 are fine; above 2**53 they are rounded as float64 rounds them.
     """
     try:
         array = np.asarray(load.detach().cpu() if hasattr(load, "detach") else load)
@@ -63,9 +63,9 @@ def check_counts(counts, num_experts, name="counts"):
 def count_tokens(topk_ids, num_experts, mask=None):
     """Count the tokens each expert receives.
 
-    `topk_ids` (tokens, top_k) integer expert ids, -1 where a position is padding; `mask` (tokens,) bool, False for
-    tokens that are not to be counted (padding, warm-up). Returns (num_experts,) int64.
-    Raises ValueError for ids outside -1 .. num_experts - 1 and for a mask of the wrong shape.
+    `topk_ids` (tokens, top_k) integer expert ids, -1 where a position is padding; `mask` (tokens,) bool,
+    False for tokens that are not to be counted (padding, warm-up). Returns (num_experts,) int64. Raises
+    ValueError for ids outside -1 .. num_experts - 1 and for a mask of the wrong shape.
     """
     ids = np.asarray(topk_ids.detach().cpu() if hasattr(topk_ids, "detach") else topk_ids)
     if ids.ndim != 2:
@@ -84,17 +84,20 @@ def count_tokens(topk_ids, num_experts, mask=None):
 
 
 def balancedness(gpu_load):
-    """Mean GPU load divided by the largest GPU load, over the last axis; 1 is perfect, and so is no load at all."""
+    """Mean GPU load divided by the largest GPU load, over the last axis; 1 is perfect, and so is no load at
+    all."""
     gpu_load = np.asarray(gpu_load, dtype=np.float64)
     top = gpu_load.max(axis=-1)
     return np.where(top > 0, gpu_load.mean(axis=-1) / np.where(top > 0, top, 1.0), 1.0)
 
 
 class LoadTracker:
-    """Running expert load of every layer: exact int64 totals, and a decayed estimate that follows the traffic.
+    """Running expert load of every layer: exact int64 totals, and a decayed estimate that follows the
+    traffic.
 
     `half_life` is the number of counted tokens after which an observation weighs half (None: it never fades).
-    Decay by tokens, not by steps, makes one large prefill weigh as much as the many decode steps that equal it.
+    Decay by tokens, not by steps, makes one large prefill weigh as much as the many decode steps that equal
+    it.
     """
 
     def __init__(self, num_layers, num_experts, *, half_life=None, warmup_steps=0):
@@ -111,7 +114,8 @@ class LoadTracker:
         self.steps = 0
 
     def update(self, counts):
-        """Add one step's `counts` (layers, experts), whole numbers of tokens; the first `warmup_steps` are ignored."""
+        """Add one step's `counts` (layers, experts), whole numbers of tokens; the first `warmup_steps` are
+        ignored."""
         counts = np.asarray(counts)
         if counts.shape != self.counts.shape:
             raise ValueError(f"counts must have shape {self.counts.shape}, got {counts.shape}")

@@ -1,19 +1,20 @@
 """Which expert copies live on which GPU, and which of them to move when the load shifts.
 
-Every GPU has a few *slots*, one expert copy each. A hot expert gets several copies, each serving an equal part of its
-load; then the copies are packed so that the busiest GPU does as little as possible above the mean. Both halves are
-NP-hard to do perfectly, and cheap to do nearly perfectly:
+Every GPU has a few *slots*, one expert copy each. A hot expert gets several copies, each serving an equal
+part of its load; then the copies are packed so that the busiest GPU does as little as possible above the
+mean. Both halves are NP-hard to do perfectly, and cheap to do nearly perfectly:
 
 1. *Replicate*: give the next spare slot to the expert whose copies are heaviest.
 2. *Pack*: heaviest copy first, into the least-loaded GPU with a free slot.
-3. *Swap*: pair heavy GPUs with light ones, and in every pair exchange the two copies whose difference in load is
-   closest to half the difference between the GPUs. All pairs of all layers take one numpy step.
-4. *Replicate again*, with other rounding, where a layer is still short of its bound, and keep the better plan.
-5. *Explore*, in small problems that are still short: give one expert a copy less and another one more, in all ways,
-   pack and swap each, and go on from the best.
+3. *Swap*: pair heavy GPUs with light ones, and in every pair exchange the two copies whose difference in load
+   is closest to half the difference between the GPUs. All pairs of all layers take one numpy step.
+4. *Replicate again*, with other rounding, where a layer is still short of its bound, and keep the better
+   plan.
+5. *Explore*, in small problems that are still short: give one expert a copy less and another one more, in all
+   ways, pack and swap each, and go on from the best.
 
-Steps 1 and 2 are what DeepSeek's EPLB does (see `baselines.py`). The others only ever improve, so the plan is never
-below it. Everything is vectorised over layers: 58 layers take tens of milliseconds, not a second.
+Steps 1 and 2 are what DeepSeek's EPLB does (see `baselines.py`). The others only ever improve, so the plan is
+never below it. Everything is vectorised over layers: 58 layers take tens of milliseconds, not a second.
 """
 
 from __future__ import annotations
@@ -128,9 +129,10 @@ class Placement:
     def bound(self):
         """(layers,) float64: no placement of these experts in as many slots has a higher balancedness.
 
-        The busiest GPU does at least the mean. It also does at least what the heaviest copy does, and the heaviest
-        copy is lightest when spare slots go, one by one, to the expert whose copies are heaviest (exact for this
-        min-max apportionment). Holds for equal and for unequal splits of an expert over its copies.
+        The busiest GPU does at least the mean. It also does at least what the heaviest copy does, and the
+        heaviest copy is lightest when spare slots go, one by one, to the expert whose copies are heaviest
+        (exact for this min-max apportionment). Holds for equal and for unequal splits of an expert over its
+        copies.
         """
         mean = self.load.sum(axis=1) / self.num_gpus
         slots = min(self.num_slots, self.num_gpus * self.num_experts)  # further ones repeat what a GPU holds
@@ -147,7 +149,8 @@ class Placement:
         return self._cache[layer]
 
     def digest(self):
-        """A 63-bit fingerprint of (slot_expert, num_gpus, num_nodes): ranks compare it before they exchange data."""
+        """A 63-bit fingerprint of (slot_expert, num_gpus, num_nodes): ranks compare it before they exchange
+        data."""
         if "digest" not in self._cache:
             hashed = hashlib.sha256(self.slot_expert.astype("<i8").tobytes())
             hashed.update(repr((self.slot_expert.shape, self.num_gpus, self.num_nodes)).encode())
@@ -172,18 +175,21 @@ class Placement:
 def place(load, *, num_gpus, num_slots, num_nodes=1, num_groups=1):
     """Choose how many copies each expert gets and which GPU holds each copy.
 
-    load       (layers, experts): tokens, seconds, or any measure of work per expert; a layer with no load at all is
-               planned as if every expert had the same
+    load       (layers, experts): tokens, seconds, or any measure of work per expert; a layer with no load at
+               all is planned as if every expert had the same
     num_gpus   GPUs that share the experts of every layer
-    num_slots  expert slots over all GPUs, at least one per expert; need not divide by num_gpus (see `Placement`)
+    num_slots  expert slots over all GPUs, at least one per expert; need not divide by num_gpus (see
+               `Placement`)
     num_nodes, num_groups
-               group-limited routing (DeepSeek-V3): with more than one of each, and groups divisible by nodes, all the
-               experts of a group stay on one node, and each node is planned by itself; otherwise nodes play no part
+               group-limited routing (DeepSeek-V3): with more than one of each, and groups divisible by nodes,
+               all the experts of a group stay on one node, and each node is planned by itself; otherwise
+               nodes play no part
 
-    Copies of one expert are on distinct GPUs as long as there are GPUs enough. `balancedness` is never below that of
-    greedy replicate-and-pack. With equal splits the two promises can contradict each other (loads 3, 2, 1 on two GPUs
-    of two slots: the greedy plan wins by putting both copies of the first expert on one GPU); there the plan carries
-    unequal shares, which `split_batch` also finds by itself. Raises ValueError for impossible arguments.
+    Copies of one expert are on distinct GPUs as long as there are GPUs enough. `balancedness` is never below
+    that of greedy replicate-and-pack. With equal splits the two promises can contradict each other (loads 3,
+    2, 1 on two GPUs of two slots: the greedy plan wins by putting both copies of the first expert on one
+    GPU); there the plan carries unequal shares, which `split_batch` also finds by itself. Raises ValueError
+    for impossible arguments.
     """
     load = check_load(load)
     num_experts = load.shape[1]
@@ -228,7 +234,8 @@ def _count_rows(index, size):
 
 
 def _place_flat(load, num_gpus, num_slots):
-    """Steps 1 to 5 for loads (layers, experts) > 0 in sum; returns slot_expert and share, both (layers, slots)."""
+    """Steps 1 to 5 for loads (layers, experts) > 0 in sum; returns slot_expert and share, both (layers,
+    slots)."""
     num_experts = load.shape[1]
     if num_slots >= num_experts * num_gpus:
         return _everything_everywhere(*load.shape, num_gpus, num_slots)
@@ -310,7 +317,8 @@ def _explore(plan, peak, load, goal):
 
 
 def _place_by_group(load, num_gpus, num_slots, num_nodes, num_groups):
-    """Whole groups to nodes first (as balanced as swaps make them), then each node as a small cluster of its own."""
+    """Whole groups to nodes first (as balanced as swaps make them), then each node as a small cluster of its
+    own."""
     layers, num_experts = load.shape
     size = num_experts // num_groups
     group_load = load.reshape(layers, num_groups, size).sum(axis=2)
@@ -344,10 +352,12 @@ def _peak(slots, share, load, num_gpus):
 
 
 def _replicate(load, num_slots, cap, offset=0.0):
-    """Copies (layers, experts) that use all slots: each spare goes to the expert with the largest load / (copies + offset).
+    """Copies (layers, experts) that use all slots: each spare goes to the expert with the largest load /
+    (copies + offset).
 
-    Offset 0 makes the heaviest copy as light as any rule can. Negative offsets give the hottest experts fewer copies
-    and the warm ones more: the heaviest copy grows, but fewer GPUs hold a copy so heavy that nothing fits beside it.
+    Offset 0 makes the heaviest copy as light as any rule can. Negative offsets give the hottest experts fewer
+    copies and the warm ones more: the heaviest copy grows, but fewer GPUs hold a copy so heavy that nothing
+    fits beside it.
     """
     layers, num_experts = load.shape
     rows = np.arange(layers)
@@ -408,10 +418,12 @@ def _gpu_load(plan, load):
 
 
 def _swap(plan, load, goal, rounds):
-    """Pairwise exchanges, in place, until no GPU is above `goal` (layers,) or the rounds are used up; returns the peak.
+    """Pairwise exchanges, in place, until no GPU is above `goal` (layers,) or the rounds are used up; returns
+    the peak.
 
-    The heavier GPU of a pair gives copy i and takes copy j. That moves w_i - w_j of load; the pair is level when this
-    is half its difference d, and the pair's maximum falls whenever 0 < w_i - w_j < 2 * d / 2. So a swap never hurts.
+    The heavier GPU of a pair gives copy i and takes copy j. That moves w_i - w_j of load; the pair is level
+    when this is half its difference d, and the pair's maximum falls whenever 0 < w_i - w_j < 2 * d / 2. So a
+    swap never hurts.
     """
     _, num_gpus, k = plan.shape
     weight = _weights(plan, load)
@@ -422,7 +434,8 @@ def _swap(plan, load, goal, rounds):
         return peak
     missing = plan < 0
     for turn in range(rounds):
-        # Eight turns pair everyone with eight partners; a layer still far off needs other copies, not more swaps.
+        # Eight turns pair everyone with eight partners; a layer still far off needs other copies, not more
+        # swaps.
         act = np.flatnonzero((peak > goal) & ((turn < 8) | (peak < 1.03 * goal)))
         if len(act) == 0:
             break
@@ -480,10 +493,11 @@ def _separate(plan, load, num_gpus):
 
 
 def _distinct(rows, load):
-    """The copies of `rows` (gpus, k) dealt anew, so that no GPU gets two of one expert, wherever that can be done at all.
+    """The copies of `rows` (gpus, k) dealt anew, so that no GPU gets two of one expert, wherever that can be
+    done at all.
 
-    Most copies first, each expert to the GPUs with the most free slots (Havel and Hakimi's rule, which never gets
-    stuck); among those with equally many, to the least loaded.
+    Most copies first, each expert to the GPUs with the most free slots (Havel and Hakimi's rule, which never
+    gets stuck); among those with equally many, to the least loaded.
     """
     copies = np.bincount(rows[rows >= 0], minlength=len(load))
     free = (rows >= 0).sum(axis=1)
@@ -498,7 +512,8 @@ def _distinct(rows, load):
 
 
 def _next_duplicate(rows):
-    """(gpu, slot) of the first copy that shares its GPU with another copy of its expert, while a GPU lacks that expert."""
+    """(gpu, slot) of the first copy that shares its GPU with another copy of its expert, while a GPU lacks
+    that expert."""
     before = np.tri(rows.shape[1], k=-1, dtype=bool)
     again = ((rows[:, :, None] == rows[:, None, :]) & before).any(axis=2) & (rows >= 0)
     for gpu, slot in np.argwhere(again):
@@ -508,10 +523,12 @@ def _next_duplicate(rows):
 
 
 def _unequal(plan, load, num_gpus):
-    """A plan of one layer with distinct copies and unequal shares, no worse than `plan` (gpus, k) with duplicates.
+    """A plan of one layer with distinct copies and unequal shares, no worse than `plan` (gpus, k) with
+    duplicates.
 
-    Two copies on one GPU become one copy with both shares; the slot that falls free takes another expert's copy with
-    share 0. The GPU loads have not changed, and now that shares may differ, water-filling can only lower the peak.
+    Two copies on one GPU become one copy with both shares; the slot that falls free takes another expert's
+    copy with share 0. The GPU loads have not changed, and now that shares may differ, water-filling can only
+    lower the peak.
     """
     num_experts = len(load)
     copies = np.bincount(plan[plan >= 0], minlength=num_experts)
@@ -550,15 +567,16 @@ def rebalance(placement, load, *, max_moves=None, target=None, move_cost=0.0):
 
     load       (layers, experts), same shape as the placement's own
     max_moves  most copies to move per layer (None: no limit)
-    target     stop in every layer that has reached this balancedness, 0 < target <= 1 (None: go on while it pays)
-    move_cost  what one moved copy costs, in the units of `load`: a layer's moves are made only if they lower the load
-               of its busiest GPU by more than `move_cost` times their number
+    target     stop in every layer that has reached this balancedness, 0 < target <= 1 (None: go on while it
+               pays)
+    move_cost  what one moved copy costs, in the units of `load`: a layer's moves are made only if they lower
+               the load of its busiest GPU by more than `move_cost` times their number
 
-    Moves are found by steepest descent on the summed GPU load above the goal, per moved copy. One step swaps two
-    copies (two moves), or lets a slot that holds a spare copy take another expert (one move). Every layer keeps the
-    prefix of its steps with the largest net gain; gains below MIN_GAIN of the busiest GPU's load are routing noise
-    and move nothing. A layer with no load keeps its plan. The moves of one call are simultaneous: every `source` is a
-    slot of the old placement, on the target's node where possible.
+    Moves are found by steepest descent on the summed GPU load above the goal, per moved copy. One step swaps
+    two copies (two moves), or lets a slot that holds a spare copy take another expert (one move). Every layer
+    keeps the prefix of its steps with the largest net gain; gains below MIN_GAIN of the busiest GPU's load
+    are routing noise and move nothing. A layer with no load keeps its plan. The moves of one call are
+    simultaneous: every `source` is a slot of the old placement, on the target's node where possible.
     """
     load = check_load(load)
     if load.shape != placement.load.shape:
@@ -590,12 +608,12 @@ def rebalance(placement, load, *, max_moves=None, target=None, move_cost=0.0):
 def shrink(placement, lost_gpus, load=None, *, slots_per_gpu=None):
     """Plan for the GPUs that are left when `lost_gpus` are gone; returns (Placement, list of Move).
 
-    Survivors keep their order and become GPUs 0, 1, ...; each has `slots_per_gpu` slots (default: as many as now, or
-    more where that is not enough to hold every expert), the first of which are its old ones. Experts that were lost
-    with all their copies go first, hottest first, to the least-loaded GPU: into a free slot, or over a spare copy.
-    Free slots that remain take more copies of the hottest experts, and a last descent evens out the load. Slots in
-    the moves are numbered in the new placement; the result has one node (survivors per node may differ).
-    Raises ValueError if no GPU is left or the slots cannot hold all experts.
+    Survivors keep their order and become GPUs 0, 1, ...; each has `slots_per_gpu` slots (default: as many as
+    now, or more where that is not enough to hold every expert), the first of which are its old ones. Experts
+    that were lost with all their copies go first, hottest first, to the least-loaded GPU: into a free slot,
+    or over a spare copy. Free slots that remain take more copies of the hottest experts, and a last descent
+    evens out the load. Slots in the moves are numbered in the new placement; the result has one node
+    (survivors per node may differ). Raises ValueError if no GPU is left or the slots cannot hold all experts.
     """
     lost = sorted({int(g) for g in lost_gpus})
     if lost and not 0 <= lost[0] <= lost[-1] < placement.num_gpus:
@@ -625,9 +643,11 @@ def shrink(placement, lost_gpus, load=None, *, slots_per_gpu=None):
 
 
 def rebuild(held, load):
-    """Complete what GPUs hold now, `held` (layers, gpus, slots) with -1 for a free slot, to a full plan for `load`.
+    """Complete what GPUs hold now, `held` (layers, gpus, slots) with -1 for a free slot, to a full plan for
+    `load`.
 
-    Returns (Placement, list of Move); slots in the moves are numbered in the new placement, before and after alike.
+    Returns (Placement, list of Move); slots in the moves are numbered in the new placement, before and after
+    alike.
     """
     layers, num_gpus, _ = held.shape
     plan = held.copy()
@@ -703,7 +723,8 @@ def _descend(before, load, max_moves, target, move_cost):
 
 
 def _best_step(plan, load, goal, budget):
-    """Make the best step in every layer, in place; returns (layers,) bool, False where none lowers the potential."""
+    """Make the best step in every layer, in place; returns (layers,) bool, False where none lowers the
+    potential."""
     layers, num_gpus, k = plan.shape
     num_experts = load.shape[1]
     row = np.arange(layers)
@@ -806,9 +827,11 @@ def _stay(before, after):
 
 
 def moves_between(held, new):
-    """The copies that `new` (a Placement) adds to `held` (layers, slots; -1 for a free slot of the same layout).
+    """The copies that `new` (a Placement) adds to `held` (layers, slots; -1 for a free slot of the same
+    layout).
 
-    Each comes from a slot of `held`, on the target's node where possible, else the lowest; -1 if nobody holds it.
+    Each comes from a slot of `held`, on the target's node where possible, else the lowest; -1 if nobody holds
+    it.
     """
     node = new.slot_gpu // (new.num_gpus // new.num_nodes)
     moves = []

@@ -1,34 +1,37 @@
 """Which worker runs each request of the next step.
 
-A worker is a GPU with some work already queued, some free KV memory, and some prompt prefixes cached. Running request
-r on worker w costs
+A worker is a GPU with some work already queued, some free KV memory, and some prompt prefixes cached. Running
+request r on worker w costs
 
-    c(r, w) = tokens_r * token_s_w  +  0                                      if r's KV cache is on w or r has none
-                                    +  min(transfer of the KV to w, kv_tokens_r * token_s_w)              otherwise
+    c(r, w) = tokens_r * token_s_w  +  0    if r has no KV cache, or has it on w
+                                    +  min(transfer of the KV to w, kv_tokens_r * token_s_w)    otherwise
 
-seconds, where the second case takes the cheaper of copying the KV cache over the links of the topology and computing
-it again. A worker that serves requests with prefix p and does not hold p pays prefix_tokens_p * token_s_w once. The
-step takes as long as its busiest worker, so the plan minimises
+seconds, where the second case takes the cheaper of copying the KV cache over the links of the topology and
+computing it again. A worker that serves requests with prefix p and does not hold p pays prefix_tokens_p *
+token_s_w once. The step takes as long as its busiest worker, so the plan minimises
 
     max over w of  load_w + sum of c(r, w) over its requests + its new prefixes,     memory permitting,
 
 and, among equals, the total. This is scheduling on unrelated machines, NP-hard.
 
-**The recurrence.** With t = (t_1 .. t_W) the finish times, m the free memory and h the workers that now hold the
-current request's prefix, let F_0 = {(load, free, cached)} and
+**The recurrence.** With t = (t_1 .. t_W) the finish times, m the free memory and h the workers that now hold
+the current request's prefix, let F_0 = {(load, free, cached)} and
 
-    F_i = prune { (t + (c(r_i, w) + prefix_w) * e_w,  m - need * e_w,  h + {w})  :  (t, m, h) in F_{i-1},  w fits }
+    F_i = prune { (t + (c(r_i, w) + prefix_w) * e_w,  m - need * e_w,  h + {w})
+                  :  (t, m, h) in F_{i-1},  w fits }
 
-and the answer is the smallest max(t) in F_N. Requests are ordered by prefix, so h is one set at a time. `prune` drops
-duplicates and states whose own lower bound is not below the best plan known. Small problems are solved this way
-(`Plan.exact`), and the tests compare the result with a mixed-integer program. The number of states grows like W^N, so
-for a thousand requests this is *not* what runs. There the set F_i is cut to one state, which is list scheduling: a
-single pass t <- t + c(r_i, w_i) e_{w_i}, whose whole art is the order and the choice of w_i:
+and the answer is the smallest max(t) in F_N. Requests are ordered by prefix, so h is one set at a time.
+`prune` drops duplicates and states whose own lower bound is not below the best plan known. Small problems are
+solved this way (`Plan.exact`), and the tests compare the result with a mixed-integer program. The number of
+states grows like W^N, so for a thousand requests this is *not* what runs. There the set F_i is cut to one
+state, which is list scheduling: a single pass t <- t + c(r_i, w_i) e_{w_i}, whose whole art is the order and
+the choice of w_i:
 
-1. after the few requests that are a quarter of a step by themselves, a request with a KV cache stays with it while that
-   worker is below the lower bound T of the step; over T, those that lose least by moving, per second of work, leave;
-2. requests that share a prefix fill a worker to T before the next worker has to compute the prefix too: a hot prefix
-   spills to as many workers as it needs, and to no more;
+1. after the few requests that are a quarter of a step by themselves, a request with a KV cache stays with it
+   while that worker is below the lower bound T of the step; over T, those that lose least by moving, per
+   second of work, leave;
+2. requests that share a prefix fill a worker to T before the next worker has to compute the prefix too: a hot
+   prefix spills to as many workers as it needs, and to no more;
 3. all others, longest first, go where they finish first (LPT), which evens out what 1 and 2 left uneven;
 4. moves and swaps between the busiest and the idlest workers, as long as they shorten the step.
 """
@@ -46,7 +49,7 @@ __all__ = ["Plan", "Request", "Worker", "plan_batch"]
 
 EXACT_REQUESTS = 12  # try the full recurrence up to this many requests,
 EXACT_STATES = 20_000  # and give up when this many states are alive
-CLOSE = 1.004  # of the lower bound: a plan this good is not improved further
+CLOSE = 1.005  # of the lower bound: a plan this good is not improved further
 RETRY_GAP = 0.03  # above the lower bound: worth a second attempt
 SWAPS = 200  # most moves or swaps of step 4
 
@@ -57,8 +60,8 @@ class Request:
 
     tokens        tokens to compute in this step (the new part of a prompt, or 1 for a decode step), >= 1
     kv_tokens     tokens whose KV cache exists already, on `kv_worker`; kv_bytes is its size
-    prefix        any hashable name of a shared prompt prefix that must be present, of `prefix_tokens` tokens; these
-                  are not part of `tokens`
+    prefix        any hashable name of a shared prompt prefix that must be present, of `prefix_tokens` tokens;
+                  these are not part of `tokens`
     """
 
     tokens: int
@@ -83,11 +86,13 @@ class Worker:
 class Plan:
     """The result of `plan_batch`.
 
-    worker         (requests,) int64: worker of each request, -1 where no worker has memory for it in this step
+    worker         (requests,) int64: worker of each request, -1 where no worker has memory for it in this
+                   step
     busy_s         (workers,) float64: predicted finish time of each worker, queued work included
     lower_bound_s  no plan that serves these requests has a shorter step
     exact          True if the full recurrence was solved: then the step is optimal
-    moved          requests whose KV cache leaves its worker; `copied` of them over the links, the others recomputed
+    moved          requests whose KV cache leaves its worker; `copied` of them over the links, the others
+                   recomputed
     """
 
     worker: np.ndarray
@@ -142,8 +147,11 @@ class _Problem:
             [-1 if r.kv_worker is None else r.kv_worker for r in self.requests], dtype=np.int64
         )
         self.home = self.home.reshape(n)
-        for name, array, low in (("tokens", self.tokens, 1), ("kv_tokens", self.kv_tokens, 0),
-                                 ("kv_bytes", self.kv_bytes, 0)):  # fmt: skip
+        for name, array, low in (
+            ("tokens", self.tokens, 1),
+            ("kv_tokens", self.kv_tokens, 0),
+            ("kv_bytes", self.kv_bytes, 0),
+        ):
             if (array < low).any():
                 r = int(np.flatnonzero(array < low)[0])
                 raise ValueError(f"requests[{r}].{name} must be at least {low}, got {array[r]}")
@@ -174,7 +182,8 @@ class _Problem:
         ).reshape(len(sizes), w)
 
     def fetch(self, r, w):
-        """Seconds to have the KV cache of requests r on workers w (arrays), and where it is copied, not recomputed."""
+        """Seconds to have the KV cache of requests r on workers w (arrays), and where it is copied, not
+        recomputed."""
         link = [self.topology.intra, self.topology.inter]
         across = (self.topology.node_of(self.home[r]) != self.topology.node_of(w)).astype(int)
         latency, rate = (
@@ -214,8 +223,10 @@ def plan_batch(requests, workers, topology):
 
     requests  sequence of `Request`; workers: sequence of `Worker`, worker w being GPU w of `topology`
     topology  a `Topology`: what it costs to move a KV cache
-    Returns a `Plan`. Memory is never exceeded; requests that fit nowhere are deferred (worker -1). KV caches stay
-    where they are unless moving shortens the step. Ties go to the lower index. Raises ValueError for bad input.
+
+    Returns a `Plan`. Memory is never exceeded; requests that fit nowhere are deferred (worker -1). KV caches
+    stay where they are unless moving shortens the step. Ties go to the lower index. Raises ValueError for bad
+    input.
     """
     problem = _Problem(requests, workers, topology)
     if not problem.requests:
@@ -246,9 +257,9 @@ def plan_batch(requests, workers, topology):
 def _lower_bound(problem):
     """A step time that no assignment beats, memory aside: bisection on a necessary condition.
 
-    If the step ends by T, worker w can take at most T - load_w of work, and the work is at least the sum of all
-    requests' own compute, plus the cheapest way out for KV caches whose home has no room for them, plus one copy of
-    a prefix for every worker that its requests cannot do without.
+    If the step ends by T, worker w can take at most T - load_w of work, and the work is at least the sum of
+    all requests' own compute, plus the cheapest way out for KV caches whose home has no room for them, plus
+    one copy of a prefix for every worker that its requests cannot do without.
     """
     p = problem
     fast, workers = p.token_s.min(), len(p.workers)
@@ -304,7 +315,7 @@ def _lower_bound(problem):
             high = middle
         else:
             low = middle
-        if high - low < 2e-4 * low:
+        if high - low < 5e-4 * low:
             break
     return low
 
@@ -312,8 +323,9 @@ def _lower_bound(problem):
 def _best_schedule(problem, bound):
     """The best of a few list schedules: workers filled to the bound, and to somewhat above it.
 
-    Whole requests seldom fill a worker exactly to the bound, and what is left over then opens workers that pay for a
-    prefix or a fetch. A large batch gets one second attempt, a small one a bisection for the lowest level that holds.
+    Whole requests seldom fill a worker exactly to the bound, and what is left over then opens workers that
+    pay for a prefix or a fetch. A large batch gets one second attempt, a small one a bisection for the lowest
+    level that holds.
     """
     best, low, high = None, 1.0, None
     for attempt in range(2 if len(problem.requests) > 256 else 9):
@@ -377,8 +389,11 @@ def _list_schedule(problem, bound, slack=1.0):
                 candidates |= {home[r], min(range(node, min(node + per_node, workers)), key=time.__getitem__)}
             if prefix[r] >= 0 and holds[prefix[r]]:
                 candidates.add(min(sorted(holds[prefix[r]]), key=time.__getitem__))
-        options = [(time[w] + seconds, w, seconds, memory)
-                   for w, (seconds, memory) in ((w, price(r, w)) for w in candidates) if memory <= free[w]]  # fmt: skip
+        options = [
+            (time[w] + seconds, w, seconds, memory)
+            for w, (seconds, memory) in ((w, price(r, w)) for w in candidates)
+            if memory <= free[w]
+        ]
         if options:
             _, w, seconds, memory = min(options)
             assign(r, w, seconds, memory)
@@ -412,7 +427,8 @@ def _list_schedule(problem, bound, slack=1.0):
         for r in sorted(evicted, key=lambda r: (-tokens[r], r)):
             place(r)
 
-    # 2. Requests with a shared prefix: holders first, then one new worker at a time, each filled to the bound.
+    # 2. Requests with a shared prefix: holders first, then one new worker at a time, each filled to the
+    # bound.
     groups = [[] for _ in prefix_tokens]
     for r in largest_first:
         if worker[r] < 0 and prefix[r] >= 0:
@@ -470,10 +486,11 @@ def _list_schedule(problem, bound, slack=1.0):
 
 
 def _improve(problem, worker, bound):
-    """Step 4, in place: relieve the busiest worker by a move or a swap with one of the idlest, while that helps.
+    """Step 4, in place: relieve the busiest worker by a move or a swap with one of the idlest, while that
+    helps.
 
-    Only requests whose cost does not depend on who shares the worker (no prefix) and that are not held by a KV cache
-    take part; the others are where they are for a reason that this step does not see.
+    Only requests whose cost does not depend on who shares the worker (no prefix) and that are not held by a
+    KV cache take part; the others are where they are for a reason that this step does not see.
     """
     p = problem
     busy, used = p.evaluate(worker)
@@ -481,16 +498,22 @@ def _improve(problem, worker, bound):
         return
     free = p.free - used
     loose = (p.prefix < 0) & (p.kv_tokens == 0) & (worker >= 0)
-    members = [np.flatnonzero(loose & (worker == w)) for w in range(len(busy))]
+    known = {}
+
+    def members(w):
+        if w not in known:
+            known[w] = np.flatnonzero(loose & (worker == w))
+        return known[w]
+
     for _ in range(SWAPS):
         top = int(busy.argmax())
-        if busy[top] <= bound * CLOSE or len(members[top]) == 0:
+        if busy[top] <= bound * CLOSE or len(members(top)) == 0:
             return
         best = None
         for low in np.argsort(busy, kind="stable")[:4].tolist():
             if low == top:
                 continue
-            mine, other = p.tokens[members[top]], p.tokens[members[low]]
+            mine, other = p.tokens[members(top)], p.tokens[members(low)]
             give, take = mine[:, None], np.concatenate([[0], other])[None, :]
             after = np.maximum(
                 busy[top] - (give - take) * p.token_s[top], busy[low] + (give - take) * p.token_s[low]
@@ -502,12 +525,12 @@ def _improve(problem, worker, bound):
         if best is None:
             return
         _, low, i, j = best
-        a = members[top][i]
-        moved = [(a, top, low)] + ([(members[low][j - 1], low, top)] if j else [])
+        a = members(top)[i]
+        moved = [(a, top, low)] + ([(members(low)[j - 1], low, top)] if j else [])
         for r, source, target in moved:
             worker[r] = target
-            members[source] = members[source][members[source] != r]
-            members[target] = np.append(members[target], r)
+            known[source] = known[source][known[source] != r]
+            known[target] = np.append(known[target], r)
             busy[source] -= p.tokens[r] * p.token_s[source]
             busy[target] += p.tokens[r] * p.token_s[target]
             free[source] += p.tokens[r]
@@ -517,8 +540,8 @@ def _improve(problem, worker, bound):
 def _recurrence(problem, known):
     """Solve F_i exactly; returns the best assignment, or None where more than EXACT_STATES states stay alive.
 
-    `known` is any assignment, from which states are cut. Fewer deferred requests come first, then a shorter step,
-    then less total work. Deferring is allowed only as often as memory makes necessary.
+    `known` is any assignment, from which states are cut. Fewer deferred requests come first, then a shorter
+    step, then less total work. Deferring is allowed only as often as memory makes necessary.
     """
     p = problem
     n, workers = len(p.requests), len(p.workers)
@@ -549,7 +572,8 @@ def _recurrence(problem, known):
                 m[:, w] -= need[r, w] + extra
                 h[:, w] = True
                 ok = (m[:, w] >= 0) & (t[:, w] <= limit)
-                # What is left needs at least `cheapest` in all: not even perfect spreading would save other states.
+                # What is left needs at least `cheapest` in all: not even perfect spreading would save other
+                # states.
                 if deferrals == 0:
                     ok &= (t.sum(axis=1) + cheapest[step + 1]) / workers <= limit
                 at = np.flatnonzero(ok)

@@ -125,7 +125,8 @@ def heat_figure(counts, title=""):
 
 
 def levels_figure(parts, labels, level=None, title="", marked=None, unit="GPU", ylabel="tokens"):
-    """Stacked bars: parts[gpu] is a list of (label index, amount); `level` draws a line, `marked` outlines a label."""
+    """Stacked bars: parts[gpu] is a list of (label index, amount); `level` draws a line, `marked` outlines a
+    label."""
     figure, axis = _figure(8.0, 3.8)
     for gpu, stack in enumerate(parts):
         base = 0.0
@@ -143,11 +144,25 @@ def levels_figure(parts, labels, level=None, title="", marked=None, unit="GPU", 
                 hatch="//" if chosen else None,
                 width=0.7,
             )
-            axis.text(gpu, base + amount / 2, labels[index], ha="center", va="center", fontsize=10,
-                      bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1})  # fmt: skip
+            axis.text(
+                gpu,
+                base + amount / 2,
+                labels[index],
+                ha="center",
+                va="center",
+                fontsize=10,
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1},
+            )
             base += amount
-        axis.annotate(f"{base:.4g}", (gpu, base), (0, 5), textcoords="offset points", ha="center", fontsize=11,
-                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
+        axis.annotate(
+            f"{base:.4g}",
+            (gpu, base),
+            (0, 5),
+            textcoords="offset points",
+            ha="center",
+            fontsize=11,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+        )
     if level is not None:
         axis.axhline(level, color="black", linestyle="--", linewidth=1)
         axis.text(len(parts) - 0.5, level, " bound", fontsize=11, va="center")
@@ -182,11 +197,21 @@ def survival_figure(history, ranks, lost):
     steps = [h["step"] for h in history]
     base = np.zeros(len(history))
     for rank in range(ranks):
-        tokens = np.array([
-            h["rank_tokens"][h["members"].index(rank)] if rank in h["members"] else 0 for h in history
-        ], dtype=float)  # fmt: skip
-        axis.bar(steps, tokens, bottom=base, width=0.85, label=f"rank {rank}" + (" (lost)" if rank == lost else ""),
-                 color=CYCLE[rank], edgecolor="black", linewidth=0.6, hatch="//" if rank == lost else None)  # fmt: skip
+        tokens = np.array(
+            [h["rank_tokens"][h["members"].index(rank)] if rank in h["members"] else 0 for h in history],
+            dtype=float,
+        )
+        axis.bar(
+            steps,
+            tokens,
+            bottom=base,
+            width=0.85,
+            label=f"rank {rank}" + (" (lost)" if rank == lost else ""),
+            color=CYCLE[rank],
+            edgecolor="black",
+            linewidth=0.6,
+            hatch="//" if rank == lost else None,
+        )
         base += tokens
     at = next(s for s, h in zip(steps, history) if lost not in h["members"])
     axis.axvline(at - 0.5, color="black", linestyle="--")

@@ -1,25 +1,27 @@
 """A step loop that keeps serving: dispatch, rebalancing, weight migration, and the loss of a rank.
 
-Every rank serves its own requests; the experts are shared. In each step a rank advances all its requests by one token
-through all layers, and joins every collective even when it has nothing to do. The state of a request is committed only
-after the last layer, so a step that breaks off has done nothing.
+Every rank serves its own requests; the experts are shared. In each step a rank advances all its requests by
+one token through all layers, and joins every collective even when it has nothing to do. The state of a
+request is committed only after the last layer, so a step that breaks off has done nothing.
 
 When a peer dies, gloo raises in all ranks that talk to it; when it hangs, they raise at the timeout. Then:
 
 1. *Leave.* Close the group. That closes the connections of ranks that still wait, and they raise too.
-2. *Meet.* Sign up in the store under the next epoch, wait for the others or for `settle_s`, propose the list of those
-   who came. The store keeps the first proposal (compare-and-set), so all read the same list. Who is not on it, a rank
-   that woke up too late, leaves for good.
-3. *Repair.* Form the new group, tell each other which experts are really in memory (a migration may have been cut off
-   half-way), complete the placement, and fetch what is missing from a survivor or from storage.
-4. *Resume.* Finished requests have been delivered already; those of the lost rank start again on the survivors.
+2. *Meet.* Sign up in the store under the next epoch, wait for the others or for `settle_s`, propose the list
+   of those who came. The store keeps the first proposal (compare-and-set), so all read the same list. Who is
+   not on it, a rank that woke up too late, leaves for good.
+3. *Repair.* Form the new group, tell each other which experts are really in memory (a migration may have been
+   cut off half-way), complete the placement, and fetch what is missing from a survivor or from storage.
+4. *Resume.* Finished requests have been delivered already; those of the lost rank start again on the
+   survivors.
 
-Decisions are made on rank 0 of the group and broadcast: after a broken step, counters may differ between ranks. All else
-is deterministic, and a token's result does not depend on where it is computed, so the outputs are those of an
-undisturbed run.
+Decisions are made on rank 0 of the group and broadcast: after a broken step, counters may differ between
+ranks. All else is deterministic, and a token's result does not depend on where it is computed, so the outputs
+are those of an undisturbed run.
 
-The model is the smallest thing with real routing: embedding, MoE layers with a residual and a norm, and a head whose
-arg-max is the next token. The hidden state carries over from token to token; there is no attention.
+The model is the smallest thing with real routing: embedding, MoE layers with a residual and a norm, and a
+head whose arg-max is the next token. The hidden state carries over from token to token; there is no
+attention.
 """
 
 from __future__ import annotations
@@ -82,9 +84,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Options:
-    """How to run: expert slots per GPU and layer, tokens per rank and step, when to rebalance, and how long to wait.
+    """How to run: expert slots per GPU and layer, tokens per rank and step, when to rebalance, and how long
+    to wait.
 
-    `faults` maps a rank to (step, layer, "kill", "freeze" or "nap"): it does that to itself there. For tests and demonstrations.
+    `faults` maps a rank to (step, layer, "kill", "freeze" or "nap"): it does that to itself there. For tests
+    and demonstrations.
     """
 
     slots_per_gpu: int | None = None
@@ -161,9 +165,14 @@ def reference_outputs(config, jobs):
         for layer in range(config.num_layers):
             ids, weights = model.route(state, layer)
             moe = moe_reference(
-                state, ids, weights, layer,
-                num_experts=config.num_experts, hidden=config.hidden, seed=config.seed,
-            )  # fmt: skip
+                state,
+                ids,
+                weights,
+                layer,
+                num_experts=config.num_experts,
+                hidden=config.hidden,
+                seed=config.seed,
+            )
             state = _norm(state + moe)
         for p, s, t in zip(batch, state, model.leave(state)):
             p.commit(s, t)
@@ -174,7 +183,8 @@ class _Evicted(Exception):
 
 
 class Runtime:
-    """One rank of the loop. `me` is its name for life (its first rank); `members` are the names still in the group."""
+    """One rank of the loop. `me` is its name for life (its first rank); `members` are the names still in the
+    group."""
 
     def __init__(self, me, num_ranks, store, config, jobs, options):
         self.me, self.store, self.config, self.jobs, self.options = me, store, config, jobs, options
@@ -204,9 +214,14 @@ class Runtime:
         except _Evicted:
             return {"rank": self.me, "evicted": True, "events": self.events}
         return {
-            "rank": self.me, "evicted": False, "members": self.members, "steps": self.step, "events": self.events,
-            "history": self.history, "balancedness": self.placement.balancedness.tolist(),
-        }  # fmt: skip
+            "rank": self.me,
+            "evicted": False,
+            "members": self.members,
+            "steps": self.step,
+            "events": self.events,
+            "history": self.history,
+            "balancedness": self.placement.balancedness.tolist(),
+        }
 
     def _event(self, kind, **what):
         self.events.append({"kind": kind, "step": self.step, "time": time.time(), **what})

@@ -1,14 +1,16 @@
 """The same decisions on clusters we do not own.
 
-Placement, split and request planning are the real code. Only time is modelled, by data-sheet rates and three rules:
+Placement, split and request planning are the real code. Only time is modelled, by data-sheet rates and three
+rules:
 
 * a phase takes the longer of its arithmetic and its memory traffic (a roofline), on every GPU by itself;
-* a layer is attention, dispatch, experts, combine, one after the other; each ends when its slowest GPU has ended;
+* a layer is attention, dispatch, experts, combine, one after the other; each ends when its slowest GPU has
+  ended;
 * an all-to-all takes as long as its busiest port (`topology.py`).
 
-What is left out: overlap of communication with arithmetic, contention inside the network, launch overheads, everything
-a real system loses for reasons of its own. The simulator answers questions of the form "how much does imbalance cost",
-not "how fast is it".
+What is left out: overlap of communication with arithmetic, contention inside the network, launch overheads,
+everything a real system loses for reasons of its own. The simulator answers questions of the form "how much
+does imbalance cost", not "how fast is it".
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ H200 = GPU("H200", 989e12, 4.8e12)
 class MoEShape:
     """What the time of one MoE decoder layer depends on.
 
-    dim, hidden        model width, width of one routed expert; `shared` experts of that width serve every token
+    dim, hidden        model width, width of one routed expert; `shared` experts of that width serve every
+                       token
     kv_width           cached numbers per token and layer (MLA: the latent, 576)
     attention_params   weights of the attention projections
     prefill_flops, decode_flops
@@ -83,12 +86,36 @@ class MoEShape:
 
 
 MODELS = {
-    # Widths from the public configurations. FLOPs per pair: 2 * heads * (192 + 128), and on the latent (576 + 512).
-    "v2-lite": MoEShape("DeepSeek-V2-Lite", 26, 2048, 1408, 64, 6, 2, 576, 2048 * (16 * 192 + 576 + 16 * 128)
-                        + 512 * 16 * 256, 2 * 16 * 320, 2 * 16 * 1088),
-    "r1": MoEShape("DeepSeek-R1", 58, 7168, 2048, 256, 8, 1, 576, 7168 * (1536 + 576 + 128 * 128)
-                   + 1536 * 128 * 192 + 512 * 128 * 256, 2 * 128 * 320, 2 * 128 * 1088, 1.0),
-}  # fmt: skip
+    # Widths from the public configurations. FLOPs per pair: 2 * heads * (192 + 128), and on the latent (576 +
+    # 512).
+    "v2-lite": MoEShape(
+        "DeepSeek-V2-Lite",
+        26,
+        2048,
+        1408,
+        64,
+        6,
+        2,
+        576,
+        2048 * (16 * 192 + 576 + 16 * 128) + 512 * 16 * 256,
+        2 * 16 * 320,
+        2 * 16 * 1088,
+    ),
+    "r1": MoEShape(
+        "DeepSeek-R1",
+        58,
+        7168,
+        2048,
+        256,
+        8,
+        1,
+        576,
+        7168 * (1536 + 576 + 128 * 128) + 1536 * 128 * 192 + 512 * 128 * 256,
+        2 * 128 * 320,
+        2 * 128 * 1088,
+        1.0,
+    ),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +137,8 @@ def decode_load(requests, seed=0, median=4096, spread=0.6):
 
 
 def prefill_load(tokens, seed=0, requests=32, spread=0.6):
-    """`requests` prompts of log-normal lengths, `tokens` tokens together; a prompt of n attends to n / 2 on average."""
+    """`requests` prompts of log-normal lengths, `tokens` tokens together; a prompt of n attends to n / 2 on
+    average."""
     draw = np.random.default_rng(seed).lognormal(0, spread, requests)
     edges = np.round(np.concatenate([[0], np.cumsum(draw)]) / draw.sum() * (tokens - requests)).astype(
         np.int64
@@ -120,7 +148,8 @@ def prefill_load(tokens, seed=0, requests=32, spread=0.6):
 
 
 def chunk_load(tokens, prompt, requests=32):
-    """Chunked prefill: `requests` prompts of `prompt` tokens, each at another stage, `tokens` tokens together."""
+    """Chunked prefill: `requests` prompts of `prompt` tokens, each at another stage, `tokens` tokens
+    together."""
     new = np.full(requests, tokens // requests, np.int64)
     new[: tokens % requests] += 1
     return Load(new, ((np.arange(requests) + 0.5) / requests * prompt).astype(np.int64) + 1)
@@ -171,18 +200,28 @@ class Result:
 
 
 def simulate(
-    counts, placement, *, topology, model, load, gpu=H200, split=split_batch, attention_speedup=1.0,
+    counts,
+    placement,
+    *,
+    topology,
+    model,
+    load,
+    gpu=H200,
+    split=split_batch,
+    attention_speedup=1.0,
     spread_requests=False,
-):  # fmt: skip
+):
     """Run batches through the model on a simulated cluster; returns a `Result`.
 
     counts            sequence of (layers, experts) int64, one per batch, such as `Trace.batches` yields
-    placement         a `Placement` for topology.num_gpus GPUs; split: `split_batch` or a baseline of its signature
+    placement         a `Placement` for topology.num_gpus GPUs; split: `split_batch` or a baseline of its
+                      signature
     model             a `MoEShape`; as many layers are run as the counts have
     load              a `Load`: the requests behind every batch
-    attention_speedup how much faster the attention core (not the projections) is than one third of its roofline,
-                      which stands for attention written as separate operations; 3 is the roofline itself
-    spread_requests   True: requests are assigned by `plan_batch`, weighed by their attention; False: round robin
+    attention_speedup how much faster the attention core (not the projections) is than one third of its
+                      roofline, which stands for attention written as separate operations; 3 is the roofline
+    spread_requests   True: requests are assigned by `plan_batch`, weighed by their attention; False: round
+                      robin
     """
     counts = [np.asarray(c, dtype=np.int64) for c in counts]
     gpus = topology.num_gpus
@@ -221,9 +260,14 @@ def simulate(
     phases = {"attention": attention.max() * runs, "exchange": exchange_s, "experts": float(slowest)}
     expert_busy = experts_s.sum(axis=(0, 1))
     return Result(
-        served, attention * runs + expert_busy, float(sum(phases.values())), load.tokens * len(counts),
-        phases, expert_busy, float(served.mean(axis=2).sum() / max(bound, 1)),
-    )  # fmt: skip
+        served,
+        attention * runs + expert_busy,
+        float(sum(phases.values())),
+        load.tokens * len(counts),
+        phases,
+        expert_busy,
+        float(served.mean(axis=2).sum() / max(bound, 1)),
+    )
 
 
 def _roofline(flops, num_bytes, gpu):
@@ -248,7 +292,8 @@ def _attention_s(load, owner, model, gpu, gpus, speedup):
 
 
 def _experts_s(rows, active, own_tokens, model, gpu):
-    """(gpus,) seconds of one layer's experts: `rows` tokens over `active` experts, and the shared ones for own tokens."""
+    """(gpus,) seconds of one layer's experts: `rows` tokens over `active` experts, and the shared ones for
+    own tokens."""
     flops = 2.0 * model.expert_params * (rows + model.shared * own_tokens)
     weights = model.expert_params * model.bytes_per_weight * (active + model.shared * (own_tokens > 0))
     return _roofline(flops, weights, gpu)
@@ -268,14 +313,12 @@ def _exchange_s(sent, received, topology):
     return seconds
 
 
-def four_way(
-    trace, *, topology, model, num_slots, load, gpu=H200, kernel_speedup=2.0, max_batches=8
-):  # fmt: skip
+def four_way(trace, *, topology, model, num_slots, load, gpu=H200, kernel_speedup=2.0, max_batches=8):
     """Throughput of {neither, kernel, scheduler, both} on a trace; returns a dict of name -> `Result`.
 
-    The first half of the trace is history: the scheduler places for it. The second half is dispatched, in batches of
-    `load.tokens`. Without the scheduler experts sit in id order, one copy each, and requests go round robin. The
-    kernel makes the attention core `kernel_speedup` times faster.
+    The first half of the trace is history: the scheduler places for it. The second half is dispatched, in
+    batches of `load.tokens`. Without the scheduler experts sit in id order, one copy each, and requests go
+    round robin. The kernel makes the attention core `kernel_speedup` times faster.
     """
     half = trace.num_tokens // 2
     history = trace.counts(0, half)

@@ -1,22 +1,24 @@
 """Which copy serves how many tokens of this batch.
 
-A placement is made for the load of the last minutes; the next batch differs, and a small batch differs a lot. When an
-expert has copies on several GPUs, its tokens may be divided between them in any proportion, so part of the difference
-can be evened out at once, without moving a single weight. The best division is a small linear program:
+A placement is made for the load of the last minutes; the next batch differs, and a small batch differs a lot.
+When an expert has copies on several GPUs, its tokens may be divided between them in any proportion, so part
+of the difference can be evened out at once, without moving a single weight. The best division is a small
+linear program:
 
     minimise the tokens of the busiest GPU, where every expert's tokens go to GPUs that hold a copy of it.
 
 `split_batch` solves it exactly in whole tokens, in two steps.
 
-*Water-filling.* One expert at a time, take its tokens back and pour them over its GPUs until those are level, the
-lowest first. This never raises the maximum, and sweeps over all experts end near the optimum.
+*Water-filling.* One expert at a time, take its tokens back and pour them over its GPUs until those are level,
+the lowest first. This never raises the maximum, and sweeps over all experts end near the optimum.
 
-*Paths.* What is left is at most a few tokens, stuck because relief needs a chain: one token of expert a from GPU 1 to
-GPU 2, and one of expert b on from GPU 2 to GPU 3. A breadth-first search from the busiest GPUs finds such a chain, or
-proves that none exists: the GPUs it reached then form a set S whose tokens cannot leave, and no division can be better
-than ceil(tokens bound to S / |S|). That certificate is what `split_bound` returns.
+*Paths.* What is left is at most a few tokens, stuck because relief needs a chain: one token of expert a from
+GPU 1 to GPU 2, and one of expert b on from GPU 2 to GPU 3. A breadth-first search from the busiest GPUs finds
+such a chain, or proves that none exists: the GPUs it reached then form a set S whose tokens cannot leave, and
+no division can be better than ceil(tokens bound to S / |S|). That certificate is what `split_bound` returns.
 
-Everything is integer arithmetic on Python ints in a fixed order, so ranks that see the same counts agree to the token.
+Everything is integer arithmetic on Python ints in a fixed order, so ranks that see the same counts agree to
+the token.
 """
 
 from __future__ import annotations
@@ -40,10 +42,11 @@ def split_batch(counts, placement, layer):
 
     counts     (experts,) whole numbers, the tokens of this batch routed to each expert, over all ranks
     placement  a `Placement`; layer is the row of it to use
-    Returns (slots,) int64: tokens each slot serves; they add up to `counts` exactly. Of two copies on one GPU the
-    lower slot serves all. With up to EXACT_GPUS GPUs the maximum is optimal among all whole-token divisions; with more
-    it is what water-filling reaches. It is never above the equal split's.
-    Raises ValueError for counts that are negative, not whole, or of the wrong length, and for a layer out of range.
+
+    Returns (slots,) int64: tokens each slot serves; they add up to `counts` exactly. Of two copies on one GPU
+    the lower slot serves all. With up to EXACT_GPUS GPUs the maximum is optimal among all whole-token
+    divisions; with more it is what water-filling reaches. It is never above the equal split's. Raises
+    ValueError for counts that are negative, not whole, or of the wrong length, and for a layer out of range.
     """
     counts, layer = _check(counts, placement, layer)
     _, tokens, homes = _balance(counts, placement, layer)
@@ -62,9 +65,9 @@ def split_batch(counts, placement, layer):
 def split_bound(counts, placement, layer):
     """No division gives the busiest GPU fewer tokens than this; with its proof: returns (bound, gpus).
 
-    `gpus` is a tuple of GPUs: the experts whose copies all lie in it bring ceil(tokens / len(gpus)) == bound tokens per
-    GPU. It is checked here by counting those tokens anew, not taken from the solver's state. With up to EXACT_GPUS GPUs
-    `split_batch` reaches the bound.
+    `gpus` is a tuple of GPUs: the experts whose copies all lie in it bring ceil(tokens / len(gpus)) == bound
+    tokens per GPU. It is checked here by counting those tokens anew, not taken from the solver's state. With
+    up to EXACT_GPUS GPUs `split_batch` reaches the bound.
     """
     counts, layer = _check(counts, placement, layer)
     total, tokens, homes = _balance(counts, placement, layer)
@@ -86,8 +89,10 @@ def assign_sources(rank_counts, slot_tokens, placement, layer):
 
     rank_counts  (ranks, experts) whole numbers: tokens that rank r routes to expert e; rank r is GPU r
     slot_tokens  (slots,) from `split_batch` of the summed counts
-    Returns (ranks, slots) int64 whose row sums per expert are `rank_counts` and whose column sums are `slot_tokens`.
-    First every rank fills its own copy, then copies on its node, then the rest, always in rank and slot order.
+
+    Returns (ranks, slots) int64 whose row sums per expert are `rank_counts` and whose column sums are
+    `slot_tokens`. First every rank fills its own copy, then copies on its node, then the rest, always in rank
+    and slot order. Raises ValueError where the two do not add up to the same.
     """
     need = np.array(rank_counts, dtype=np.int64)
     room = np.array(slot_tokens, dtype=np.int64)
@@ -223,7 +228,8 @@ def _pour(n, gpus, part, total):
 
 
 def _reach(total, tokens, homes, top):
-    """Breadth-first from the GPUs at `top` along experts that could hand tokens on; stops at a GPU below top - 1.
+    """Breadth-first from the GPUs at `top` along experts that could hand tokens on; stops at a GPU below top
+    - 1.
 
     Returns (reached GPUs, relief GPU or None, how each GPU was reached: gpu -> (previous gpu, expert)).
     """
@@ -248,7 +254,8 @@ def _reach(total, tokens, homes, top):
 
 
 def _relieve(total, tokens, homes):
-    """Hand tokens along one chain from a busiest GPU to one at least two below it; False if there is no chain."""
+    """Hand tokens along one chain from a busiest GPU to one at least two below it; False if there is no
+    chain."""
     top = max(total)
     _, gpu, came = _reach(total, tokens, homes, top)
     if gpu is None:

@@ -1,7 +1,7 @@
 """The cluster: nodes, GPUs, and what a transfer between two of them costs.
 
-A link is described by two numbers (the alpha-beta model of Hockney, 1994): a message of n bytes takes
-alpha + n / beta seconds. Two kinds of link are enough to place experts well: inside a node, and between nodes.
+A link is described by two numbers (the alpha-beta model of Hockney, 1994): a message of n bytes takes alpha +
+n / beta seconds. Two kinds of link are enough to place experts well: inside a node, and between nodes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Link:
 class Topology:
     """`num_nodes` nodes of `gpus_per_node` GPUs; GPU g lives on node g // gpus_per_node.
 
-    The default links are one direction of an H200's NVLink (450 GB/s) and of one 400 Gbit/s network port per GPU
-    (50 GB/s), data-sheet figures, with latencies of the order that collectives show.
+    The default links are one direction of an H200's NVLink (450 GB/s) and of one 400 Gbit/s network port per
+    GPU (50 GB/s), data-sheet figures, with latencies of the order that collectives show.
     """
 
     num_nodes: int = 1
@@ -62,8 +62,9 @@ class Topology:
     def all_to_all_s(self, traffic):
         """Seconds for an all-to-all that moves `traffic` (gpus, gpus) bytes from row to column.
 
-        Every GPU has one port per kind of link, each way, and all ports work at once; the busiest port decides.
-        Returns a float. This is a lower bound of a real all-to-all: contention inside the network is not modelled.
+        Every GPU has one port per kind of link, each way, and all ports work at once; the busiest port
+        decides. Returns a float. This is a lower bound of a real all-to-all: contention inside the network is
+        not modelled.
         """
         traffic = np.asarray(traffic, dtype=np.float64)
         if traffic.shape != (self.num_gpus, self.num_gpus):

@@ -1,17 +1,22 @@
 """Routing traces: which experts every token chose, in order. Real ones are read, and stand-ins are generated.
 
-Readers, all by content: `read_trace` for token-level traces, `read_counts` for anything that holds expert counts.
+Readers, all by content: `read_trace` for token-level traces, `read_counts` for anything that holds expert
+counts.
 
-* our own `.npz`: `topk_ids` (layers, tokens, top_k), `seq_offsets` (sequences + 1,), optional `num_experts`, `generated`
-* a folder of ESFT text files, `expert_weights_<layer>.txt` (github.com/deepseek-ai/ESFT, results/expert_scores/<task>):
-  one line per sequence; tab-separated expert ids, top_k per token, an empty field, then as many gate weights
-* SGLang's expert-distribution dump, a `.pt` file with `logical_count` (layers, experts) or (steps, layers, experts);
-  a folder of them is summed
-* `.json`: a (layers, experts) or (experts,) list, or an object with such a list under "counts" or "load"; `.npy`
+* our own `.npz`: `topk_ids` (layers, tokens, top_k), `seq_offsets` (sequences + 1,), optional `num_experts`,
+  `generated`
+* a folder of ESFT text files, `expert_weights_<layer>.txt` (github.com/deepseek-ai/ESFT,
+  results/expert_scores/<task>): one line per sequence; tab-separated expert ids, top_k per token, an empty
+  field, then as many gate weights
+* SGLang's expert-distribution dump, a `.pt` file with `logical_count` (layers, experts) or (steps, layers,
+  experts); a folder of them is summed
+* `.json`: a (layers, experts) or (experts,) list, or an object with such a list under "counts" or "load";
+  `.npy`
 
-Generated traces say so (`Trace.generated`). Their parameters were fitted to the statistics of DeepSeek-V2-Lite's routing
-in ESFT: how far the hottest expert is above the mean, per layer and per 64 or 256 tokens, how much of it persists from
-one half of a task to the other, and how many experts neighbouring tokens share.
+Generated traces say so (`Trace.generated`). Their parameters were fitted to the statistics of
+DeepSeek-V2-Lite's routing in ESFT: how far the hottest expert is above the mean, per layer and per 64 or 256
+tokens, how much of it persists from one half of a task to the other, and how many experts neighbouring tokens
+share.
 """
 
 from __future__ import annotations
@@ -75,16 +80,20 @@ class Trace:
         return np.bincount(flat, minlength=self.num_layers * self.num_experts).reshape(self.num_layers, -1)
 
     def batches(self, size, start=0, stop=None):
-        """Counts (layers, experts) of consecutive batches of `size` tokens; an incomplete last one is left out."""
+        """Counts (layers, experts) of consecutive batches of `size` tokens; an incomplete last one is left
+        out."""
         stop = self.num_tokens if stop is None else stop
         for begin in range(start, stop - size + 1, size):
             yield self.counts(begin, begin + size)
 
     def save(self, path):
         np.savez_compressed(
-            path, topk_ids=self.topk_ids, seq_offsets=self.seq_offsets, num_experts=self.num_experts,
+            path,
+            topk_ids=self.topk_ids,
+            seq_offsets=self.seq_offsets,
+            num_experts=self.num_experts,
             generated=self.generated,
-        )  # fmt: skip
+        )
 
 
 def bundled_trace():
@@ -93,9 +102,11 @@ def bundled_trace():
 
 
 def read_trace(path, num_experts=None):
-    """Read a token-level trace: our `.npz`, or a folder of ESFT text files. `num_experts` overrides what is inferred.
+    """Read a token-level trace: our `.npz`, or a folder of ESFT text files. `num_experts` overrides what is
+    inferred.
 
-    Without it, an ESFT trace gets the smallest power of two above its largest id. Raises ValueError for other files.
+    Without it, an ESFT trace gets the smallest power of two above its largest id. Raises ValueError for other
+    files.
     """
     path = Path(path)
     if path.is_dir():
@@ -142,7 +153,8 @@ def _read_esft(folder, num_experts):
             sequences.append(np.array(ids, dtype=np.int64))
         lengths = [len(s) for s in sequences]
         if offsets is None:
-            # A token's gate weights fall on one scale, its experts are distinct: the longest distinct run is top_k.
+            # A token's gate weights fall on one scale, its experts are distinct: the longest distinct run is
+            # top_k.
             top_k = _infer_top_k(sequences)
             offsets = np.concatenate([[0], np.cumsum(lengths) // top_k])
         flat = np.concatenate(sequences)
@@ -205,14 +217,22 @@ def read_counts(path):
 
 
 def generate_trace(
-    *, num_layers=26, num_tokens=1536, num_experts=64, top_k=6, sequence=192, seed=0,
-    popularity=0.8, topic=0.2, memory=0.75,
-):  # fmt: skip
+    *,
+    num_layers=26,
+    num_tokens=1536,
+    num_experts=64,
+    top_k=6,
+    sequence=192,
+    seed=0,
+    popularity=0.8,
+    topic=0.2,
+    memory=0.75,
+):
     """A routing trace drawn from a model with three sources of skew.
 
-    A token's score for an expert is the sum of the expert's `popularity` in the layer (normal; its standard deviation
-    varies from layer to layer), a `topic` term that lasts for one sequence, a slowly changing part (`memory` is its
-    correlation from token to token), and Gumbel noise. The `top_k` best scores are chosen.
+    A token's score for an expert is the sum of the expert's `popularity` in the layer (normal; its standard
+    deviation varies from layer to layer), a `topic` term that lasts for one sequence, a slowly changing part
+    (`memory` is its correlation from token to token), and Gumbel noise. The `top_k` best scores are chosen.
     """
     rng = np.random.default_rng(seed)
     spread = popularity * np.exp(0.35 * rng.standard_normal((num_layers, 1)))
@@ -232,7 +252,8 @@ def generate_trace(
 def r1_like_load(seed=0, num_layers=58, num_experts=256):
     """Loads (layers, experts) of the skew that DeepSeek-R1 shows: log-normal, the spread varying over layers.
 
-    Fitted to the balancedness of its unplaced experts on 32 GPUs, .40 in the median layer and .145 in the worst.
+    Fitted to the balancedness of its unplaced experts on 32 GPUs, .40 in the median layer and .145 in the
+    worst.
     """
     rng = np.random.default_rng(seed)
     spread = 1.1 * np.exp(0.2 * rng.standard_normal((num_layers, 1)))

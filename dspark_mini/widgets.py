@@ -1,7 +1,8 @@
-"""Explorers of the scheduling chapter: ipywidgets that redraw when a control moves, with a still for readers without a kernel.
+"""Explorers of the scheduling chapter: ipywidgets that redraw when a control moves, with a still for readers
+without a kernel.
 
-Each is a VBox with a fixed text form; its controls, `picture` and `readout` are attributes, so that code can drive it as
-a reader would.
+Each is a VBox with a fixed text form; its controls, `picture` and `readout` are attributes, so that code can
+drive it as a reader would.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ WIDTH = 800  # pixels of a figure at 100 %
 
 
 class Explorer(ipw.VBox):
-    """Controls above, picture and readout below. Subclasses build controls, call `start`, and implement `draw`."""
+    """Controls above, picture and readout below. Subclasses build controls, call `start`, and implement
+    `draw`."""
 
     title = "explorer"
 
@@ -72,7 +74,8 @@ class Picture:
 
 
 class Predict(ipw.VBox):
-    """A question with a number for an answer; the number shows beside the reader's prediction, never before it."""
+    """A question with a number for an answer; the number shows beside the reader's prediction, never before
+    it."""
 
     def __init__(self, question, answer, unit="", *, low, high, because="", step=None):
         if not low <= answer <= high:
@@ -178,10 +181,11 @@ class Puzzle(Explorer):
 
 
 def pour_trace(counts, placement, layer):
-    """Run `split_batch`'s own steps one at a time: a list of (what, expert or None, tokens per (expert, GPU), totals).
+    """Run `split_batch`'s own steps one at a time: a list of (what, expert or None, tokens per (expert, GPU),
+    totals).
 
-    The first entry is the equal split; then one entry per pour that changed something, and one per chain. The last
-    entry is what `split_batch` returns, which a test checks.
+    The first entry is the equal split; then one entry per pour that changed something, and one per chain. The
+    last entry is what `split_batch` returns, which a test checks.
     """
     counts, layer = _check(counts, placement, layer)
     homes, states = _homes(placement, layer), []
@@ -249,7 +253,7 @@ class SimulationExplorer(Explorer):
         )
         self.start(
             [self.gpus, self.per_node], [self.spare, self.skew], [self.batch, self.context], [self.kernel]
-        )  # fmt: skip
+        )
 
     def run(self):
         """{neither, kernel, scheduler, both} -> Result, for the controls as they stand."""

@@ -7,7 +7,8 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 
 def exact_peak(load, num_gpus, num_slots):
-    """Smallest possible load of the busiest GPU under equal splits on distinct GPUs, by HiGHS over all copy counts."""
+    """Smallest possible load of the busiest GPU under equal splits on distinct GPUs, by HiGHS over all copy
+    counts."""
     experts, best = len(load), np.inf
     size = num_slots // num_gpus + (np.arange(num_gpus) < num_slots % num_gpus)
     spare = num_slots - experts
@@ -28,9 +29,10 @@ def exact_peak(load, num_gpus, num_slots):
                 LinearConstraint(np.hstack([room, column[1]]), size, size),
                 LinearConstraint(np.hstack([busy, column[2]]), -np.inf, 0),
             ],
-            integrality=np.append(np.ones(n), 0), bounds=Bounds(0, np.append(np.ones(n), np.inf)),
+            integrality=np.append(np.ones(n), 0),
+            bounds=Bounds(0, np.append(np.ones(n), np.inf)),
             options={"mip_rel_gap": 0},
-        )  # fmt: skip
+        )
         if result.status == 0:
             best = min(best, result.fun)
     return best

@@ -1,4 +1,5 @@
-"""What the ranks of the distributed tests run. One set of processes does many checks: starting them costs the most."""
+"""What the ranks of the distributed tests run. One set of processes does many checks: starting them costs the
+most."""
 
 import os
 from datetime import timedelta
@@ -17,7 +18,7 @@ from dspark_mini.dispatch import (
     moe_forward,
     moe_reference,
     plan_exchange,
-)  # fmt: skip
+)
 from dspark_mini.launch import connect
 from dspark_mini.placement import rebalance
 
@@ -28,14 +29,18 @@ def join(rank, ranks, port, timeout_s=30):
     store = connect(port)
     join.number = getattr(join, "number", 0) + 1  # every group meets under a name of its own
     dist.init_process_group(
-        "gloo", store=dist.PrefixStore(f"test/{join.number}", store), rank=rank, world_size=ranks,
+        "gloo",
+        store=dist.PrefixStore(f"test/{join.number}", store),
+        rank=rank,
+        world_size=ranks,
         timeout=timedelta(seconds=timeout_s),
-    )  # fmt: skip
+    )
     return store
 
 
 def inputs(seed, rank, tokens, hot=None):
-    """Tokens of one rank: states, expert ids and weights. With `hot`, every token's first choice is that expert."""
+    """Tokens of one rank: states, expert ids and weights. With `hot`, every token's first choice is that
+    expert."""
     g = torch.Generator().manual_seed(seed * 100 + rank)
     x = torch.randn(tokens, DIM, generator=g)
     popularity = torch.linspace(2, -2, EXPERTS)
@@ -136,14 +141,24 @@ def disagreement_checks(rank, ranks, port):
         "placement": expect(ExchangeError, plan_exchange, ids, other if odd else plan, 0, width=DIM),
         "layer": expect(ExchangeError, plan_exchange, ids, plan, 1 if odd else 0, width=DIM),
         "width": expect(ExchangeError, plan_exchange, ids, plan, 0, width=DIM + odd),
-        "dtype": expect(ExchangeError, plan_exchange, ids, plan, 0, width=DIM,
-                        dtype=torch.float64 if odd else torch.float32),
+        "dtype": expect(
+            ExchangeError,
+            plan_exchange,
+            ids,
+            plan,
+            0,
+            width=DIM,
+            dtype=torch.float64 if odd else torch.float32,
+        ),
         "top_k": expect(ExchangeError, plan_exchange, ids[:, :2] if odd else ids, plan, 0, width=DIM),
-        "ids": expect(ValueError if odd else ExchangeError, plan_exchange, ids + EXPERTS * odd, plan, 0, width=DIM),
-    }  # fmt: skip
+        "ids": expect(
+            ValueError if odd else ExchangeError, plan_exchange, ids + EXPERTS * odd, plan, 0, width=DIM
+        ),
+    }
 
     def crooked(counts, placement, layer):
-        """All tokens to the first copy of each expert, on the odd rank to the last: both legal, but not the same."""
+        """All tokens to the first copy of each expert, on the odd rank to the last: both legal, but not the
+        same."""
         tokens = np.zeros(placement.num_slots, dtype=np.int64)
         for n, slots in zip(counts.tolist(), placement.slots_of(layer)):
             tokens[slots[-1 if odd else 0]] = n

@@ -48,11 +48,17 @@ def test_dispatch_combine_and_migration(count):
         messages = [r["disagreement_checks"] for r in results]
         assert all(m == messages[0] for m in messages[:-1])  # the same error on all that did nothing wrong
         wanted = {
-            "placement": "disagree on placement", "layer": "disagree on layer", "width": "disagree on width",
-            "dtype": "disagree on dtype", "top_k": "disagree on top_k", "ids": "invalid expert ids",
-            "split": "planned another exchange", "send sizes": "rows to rank", "row width": "row width",
+            "placement": "disagree on placement",
+            "layer": "disagree on layer",
+            "width": "disagree on width",
+            "dtype": "disagree on dtype",
+            "top_k": "disagree on top_k",
+            "ids": "invalid expert ids",
+            "split": "planned another exchange",
+            "send sizes": "rows to rank",
+            "row width": "row width",
             "own sum": "refused to exchange",
-        }  # fmt: skip
+        }
         assert {name: text in messages[0][name] for name, text in wanted.items()} == dict.fromkeys(
             wanted, True
         )

@@ -150,10 +150,13 @@ def test_misuse_is_named():
     pool = KVPool(4, 4)
     pool.allocate("a", 4)
     for call, message in (
-        (lambda: KVPool(0), "num_pages"), (lambda: pool.allocate("a", 1), "already"), (lambda: pool.allocate("b", 0), "tokens"),
-        (lambda: pool.free("zzz"), "not in the pool"), (lambda: pool.cache_prefix("p", "a", 5), "1 .. 4"),
+        (lambda: KVPool(0), "num_pages"),
+        (lambda: pool.allocate("a", 1), "already"),
+        (lambda: pool.allocate("b", 0), "tokens"),
+        (lambda: pool.free("zzz"), "not in the pool"),
+        (lambda: pool.cache_prefix("p", "a", 5), "1 .. 4"),
         (lambda: pool.apply([(3, 0)]), "live pages"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=message):
             call()
     with pytest.raises(OutOfPages, match="5 pages wanted"):

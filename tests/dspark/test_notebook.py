@@ -1,4 +1,5 @@
-"""Chapter 10 and what it stands on: explorers, exercises, the recorded results, and the committed notebook itself."""
+"""Chapter 10 and what it stands on: explorers, exercises, the recorded results, and the committed notebook
+itself."""
 
 import json
 import re
@@ -16,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "notebooks" / "10_scheduling.ipynb"
 RECORD = ROOT / "notebooks" / "results" / "dspark.json"
 
-# Targets that the recorded run does not reach, with the value that is shown instead. Nothing else may be missed.
+# Targets that the recorded run does not reach, with the value that is shown instead. Nothing else may be
+# missed.
 KNOWN_MISSES = {
     (
         "mixed",
@@ -156,9 +158,10 @@ def test_the_notebook_quotes_the_record():
             f"{row['value']:.3f}"
             for impl in ("replicate_and_pack", "place", "bound")
             for row in rows
-            if row["impl"] == impl and row["metric"] == "balancedness, median"
+            if row["impl"] == impl
+            and row["metric"] == "balancedness, median"
             and (row["case"].get("load"), row["case"].get("gpus")) == (load, gpus)
-        ]  # fmt: skip
+        ]
         assert re.search(rf"{re.escape(load)} +{gpus} +\d+ +" + " +".join(map(re.escape, wanted)), text)
     for row in rows:
         if row["metric"] == "step / lower bound" and row["impl"] == "plan_batch":

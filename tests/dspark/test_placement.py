@@ -239,8 +239,13 @@ def test_real_shift_between_tasks(real_traces):
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 10**6), gpus=st.integers(1, 6), spare=st.integers(0, 8), cost=st.sampled_from([0.0, 0.5, 5.0]),
-       limit=st.sampled_from([None, 0, 1, 2, 5]))  # fmt: skip
+@given(
+    seed=st.integers(0, 10**6),
+    gpus=st.integers(1, 6),
+    spare=st.integers(0, 8),
+    cost=st.sampled_from([0.0, 0.5, 5.0]),
+    limit=st.sampled_from([None, 0, 1, 2, 5]),
+)
 def test_every_move_pays(seed, gpus, spare, cost, limit):
     rng = np.random.default_rng(seed)
     load = rng.lognormal(0, 1, (2, 9)) * 10
@@ -279,9 +284,12 @@ def test_zero_load_keeps_the_plan():
 def test_rebalance_rejects_bad_arguments():
     plan = place(np.ones((1, 4)), num_gpus=2, num_slots=4)
     for keywords, message in (
-        ({"load": np.ones((2, 4))}, "placement's shape"), ({"max_moves": -1}, "max_moves"), ({"target": 1.5}, "target"),
-        ({"move_cost": -1.0}, "move_cost"), ({"load": [[1, 1, 1, np.inf]]}, "finite"),
-    ):  # fmt: skip
+        ({"load": np.ones((2, 4))}, "placement's shape"),
+        ({"max_moves": -1}, "max_moves"),
+        ({"target": 1.5}, "target"),
+        ({"move_cost": -1.0}, "move_cost"),
+        ({"load": [[1, 1, 1, np.inf]]}, "finite"),
+    ):
         with pytest.raises(ValueError, match=message):
             rebalance(plan, **({"load": np.ones((1, 4))} | keywords))
 

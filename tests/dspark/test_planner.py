@@ -38,17 +38,28 @@ def exact_step(requests, workers, topology):
                 add([(r * w + x, 1), (n * w + p.prefix[r] * w + x, -1)], -np.inf, 0)
     for x in range(w):
         new = [q for q in range(g) if not p.cached[q, x]]
-        add([(r * w + x, cost[r, x]) for r in range(n)]
-            + [(n * w + q * w + x, p.prefix_tokens[q] * p.token_s[x]) for q in new] + [(size - 1, -1)],
-            -np.inf, -p.load[x])  # fmt: skip
-        add([(r * w + x, need[r, x]) for r in range(n)] + [(n * w + q * w + x, p.prefix_tokens[q]) for q in new],
-            -np.inf, p.free[x])  # fmt: skip
+        add(
+            [(r * w + x, cost[r, x]) for r in range(n)]
+            + [(n * w + q * w + x, p.prefix_tokens[q] * p.token_s[x]) for q in new]
+            + [(size - 1, -1)],
+            -np.inf,
+            -p.load[x],
+        )
+        add(
+            [(r * w + x, need[r, x]) for r in range(n)]
+            + [(n * w + q * w + x, p.prefix_tokens[q]) for q in new],
+            -np.inf,
+            p.free[x],
+        )
     objective = np.zeros(size)
     objective[-1] = 1
     result = milp(
-        objective, constraints=LinearConstraint(np.array(rows), low, high), options={"mip_rel_gap": 0},
-        integrality=np.append(np.ones(size - 1), 0), bounds=Bounds(0, np.append(np.ones(size - 1), np.inf)),
-    )  # fmt: skip
+        objective,
+        constraints=LinearConstraint(np.array(rows), low, high),
+        options={"mip_rel_gap": 0},
+        integrality=np.append(np.ones(size - 1), 0),
+        bounds=Bounds(0, np.append(np.ones(size - 1), np.inf)),
+    )
     return result.fun if result.status == 0 else None
 
 
@@ -57,12 +68,13 @@ def small_problems(draw):
     rng = np.random.default_rng(draw(st.integers(0, 10**6)))
     workers = [
         Worker(
-            free_tokens=int(rng.integers(800, 8000)), load_s=float(rng.uniform(0, 0.02)),
+            free_tokens=int(rng.integers(800, 8000)),
+            load_s=float(rng.uniform(0, 0.02)),
             token_s=float(rng.choice([25e-6, 40e-6])),
             prefixes=frozenset([int(rng.integers(2))]) if rng.random() < 0.3 else frozenset(),
         )
         for _ in range(draw(st.integers(1, 3)))
-    ]  # fmt: skip
+    ]
     requests = []
     for _ in range(draw(st.integers(1, 7))):
         keywords = {}

@@ -262,7 +262,8 @@ def test_simulator_rejects_what_does_not_fit():
         four(trace, simulator.decode_load(10_000))
 
 
-# ------------------------------------------------------------------------------------------------- command line
+# ------------------------------------------------------------------------------------------------- command
+# line
 
 
 def test_place_command(tmp_path, capsys):
@@ -304,10 +305,33 @@ def test_torchrun(tmp_path):
     """The command of the documentation: a real layer on four ranks, with table data and plot."""
     plot = tmp_path / "plot.png"
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "dspark_mini",
-         "run", "--dim", "32", "--hidden", "16", "--tokens", "48", "--layers", "2", "--json", "--plot", str(plot)],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "4",
+            "-m",
+            "dspark_mini",
+            "run",
+            "--dim",
+            "32",
+            "--hidden",
+            "16",
+            "--tokens",
+            "48",
+            "--layers",
+            "2",
+            "--json",
+            "--plot",
+            str(plot),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["identical"] and report["ranks"] == 4

@@ -54,9 +54,11 @@ def test_integer_program_agrees(rng):
     above[plan.slot_gpu, np.arange(n)] = 1
     above[:, n] = -1
     best = milp(
-        np.append(np.zeros(n), 1.0), integrality=np.ones(n + 1), bounds=Bounds(0, np.inf),
+        np.append(np.zeros(n), 1.0),
+        integrality=np.ones(n + 1),
+        bounds=Bounds(0, np.inf),
         constraints=[LinearConstraint(equal, counts, counts), LinearConstraint(above, -np.inf, 0)],
-    )  # fmt: skip
+    )
     assert gpu_tokens(split_batch(counts, plan, 0), plan).max() == round(best.fun)
 
 
@@ -77,9 +79,14 @@ def test_large_and_empty_batches():
 
 @pytest.mark.parametrize(
     "counts, layer, message",
-    [([1, 2], 0, "shape"), ([1, -1, 0, 0], 0, "negative"), ([1.5, 0, 0, 0], 0, "whole"),
-     ([np.nan, 0, 0, 0], 0, "whole"), ([1, 0, 0, 0], 3, "layer")],
-)  # fmt: skip
+    [
+        ([1, 2], 0, "shape"),
+        ([1, -1, 0, 0], 0, "negative"),
+        ([1.5, 0, 0, 0], 0, "whole"),
+        ([np.nan, 0, 0, 0], 0, "whole"),
+        ([1, 0, 0, 0], 3, "layer"),
+    ],
+)
 def test_bad_counts_are_named(counts, layer, message):
     with pytest.raises(ValueError, match=message):
         split_batch(counts, place(np.ones(4), num_gpus=2, num_slots=4), layer)
