@@ -253,13 +253,14 @@ def plan_exchange(topk_ids, placement, layer, *, width, dtype=torch.float32, gro
 
 
 def _gather(row, group, ranks):
-    """All-gather one int64 row per rank, on the CPU: (ranks, n)."""
+    """All-gather one int64 row per rank: (ranks, n). On the CPU, unless the group speaks nothing but NCCL."""
     if ranks == 1:
         return row[None].astype(np.int64)
-    mine = torch.from_numpy(np.ascontiguousarray(row, dtype=np.int64))
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    mine = torch.from_numpy(np.ascontiguousarray(row, dtype=np.int64)).to(device)
     rows = [torch.empty_like(mine) for _ in range(ranks)]
     dist.all_gather(rows, mine, group=group)
-    return torch.stack(rows).numpy()
+    return torch.stack(rows).cpu().numpy()
 
 
 def _check_heads(heads, rank_counts, placement, ranks):

@@ -576,7 +576,8 @@ def rebalance(placement, load, *, max_moves=None, target=None, move_cost=0.0):
     two copies (two moves), or lets a slot that holds a spare copy take another expert (one move). Every layer
     keeps the prefix of its steps with the largest net gain; gains below MIN_GAIN of the busiest GPU's load
     are routing noise and move nothing. A layer with no load keeps its plan. The moves of one call are
-    simultaneous: every `source` is a slot of the old placement, on the target's node where possible.
+    simultaneous: every `source` is a slot of the old placement, on the target's node where possible. Loads
+    are compared under equal splits, and the group limits of `place` are not kept.
     """
     load = check_load(load)
     if load.shape != placement.load.shape:

@@ -85,7 +85,7 @@ class Job:
 @dataclass(frozen=True)
 class Options:
     """How to run: expert slots per GPU and layer, tokens per rank and step, when to rebalance, and how long
-    to wait.
+    to wait. `device` "cuda" gives rank r the GPU r, with counts over gloo and rows over NCCL.
 
     `faults` maps a rank to (step, layer, "kill", "freeze" or "nap"): it does that to itself there. For tests
     and demonstrations.
@@ -97,16 +97,17 @@ class Options:
     move_cost: float = 0.0
     timeout_s: float = 30.0
     settle_s: float = 1.0
+    device: str = "cpu"
     faults: tuple = ()
 
 
 class Model:
     """What every rank holds in full: embedding, routers, head."""
 
-    def __init__(self, config):
-        self.config = config
+    def __init__(self, config, device="cpu"):
+        self.config, self.device = config, device
         generator = torch.Generator().manual_seed(config.seed + 12345)
-        draw = lambda *shape: torch.randn(*shape, generator=generator)
+        draw = lambda *shape: torch.randn(*shape, generator=generator).to(device)
         self.embedding = draw(config.vocab, config.dim)
         self.router = draw(config.num_layers, config.dim, config.num_experts) * config.dim**-0.5
         self.bias = draw(config.num_layers, config.num_experts) * config.skew
@@ -132,8 +133,8 @@ def _norm(x):
 class _Progress:
     """One request being served: its hidden state, the tokens fed so far, and those generated."""
 
-    def __init__(self, job, dim):
-        self.job, self.state, self.fed, self.output = job, torch.zeros(dim), 0, []
+    def __init__(self, job, dim, device="cpu"):
+        self.job, self.state, self.fed, self.output = job, torch.zeros(dim, device=device), 0, []
 
     @property
     def next_token(self):
@@ -189,7 +190,9 @@ class Runtime:
     def __init__(self, me, num_ranks, store, config, jobs, options):
         self.me, self.store, self.config, self.jobs, self.options = me, store, config, jobs, options
         self.members, self.epoch = list(range(num_ranks)), 0
-        self.model = Model(config)
+        # Every rank of a machine has its own GPU; where one is lost, its number is lost with it.
+        self.device = options.device if options.device == "cpu" else f"{options.device}:{me}"
+        self.model = Model(config, self.device)
         self.tracker = LoadTracker(config.num_layers, config.num_experts, half_life=20_000)
         self.step, self.events, self.history = 0, [], []
         self.progress, self.owner = {}, np.full(len(jobs), -1, dtype=np.int64)
@@ -227,8 +230,10 @@ class Runtime:
         self.events.append({"kind": kind, "step": self.step, "time": time.time(), **what})
 
     def _join(self):
+        if self.device != "cpu":
+            torch.cuda.set_device(self.device)
         dist.init_process_group(
-            "gloo",
+            "gloo" if self.device == "cpu" else "cpu:gloo,cuda:nccl",
             store=dist.PrefixStore(f"group/{self.epoch}", self.store),
             rank=self.members.index(self.me),
             world_size=len(self.members),
@@ -242,7 +247,13 @@ class Runtime:
         load = np.ones((self.config.num_layers, experts))
         self.placement = place(load, num_gpus=ranks, num_slots=slots * ranks)
         held = self.placement.slot_expert.reshape(self.config.num_layers, ranks, slots)[:, self.me]
-        self.experts = Experts(held, dim=self.config.dim, hidden=self.config.hidden, seed=self.config.seed)
+        self.experts = Experts(
+            held,
+            dim=self.config.dim,
+            hidden=self.config.hidden,
+            seed=self.config.seed,
+            device=self.device,
+        )
         self._assign(range(len(self.jobs)))
 
     # ------------------------------------------------------------------------------------------- a step
@@ -253,10 +264,11 @@ class Runtime:
         if not _gather(np.array([len(active)]), None, len(self.members)).any():
             return False
         batch = [self.progress[j] for j in active[: self.options.max_batch]]
-        state = torch.zeros(0, self.config.dim)
+        state = torch.zeros(0, self.config.dim, device=self.device)
         if batch:
             state = self.model.enter(
-                torch.stack([p.state for p in batch]), torch.tensor([p.next_token for p in batch])
+                torch.stack([p.state for p in batch]),
+                torch.tensor([p.next_token for p in batch], device=self.device),
             )
         counts, tokens = [], np.zeros(len(self.members), dtype=np.int64)
         for layer in range(self.config.num_layers):
@@ -330,7 +342,10 @@ class Runtime:
             traceback.clear_frames(error.__traceback__)
             error.__traceback__ = None
             if dist.is_initialized():
-                dist.destroy_process_group()
+                if self.device != "cpu":  # NCCL would wait for the dead; aborting also frees its kernels
+                    torch.distributed.distributed_c10d._abort_process_group()
+                else:
+                    dist.destroy_process_group()
             gc.collect()
             try:
                 self._meet()
@@ -394,7 +409,7 @@ class Runtime:
         for j, worker in zip(jobs, plan.worker.tolist()):
             self.owner[j] = self.members[worker]
             if self.members[worker] == self.me:
-                self.progress[j] = _Progress(self.jobs[j], self.config.dim)
+                self.progress[j] = _Progress(self.jobs[j], self.config.dim, self.device)
 
 
 def serve(rank, num_ranks, port, config, jobs, options):
