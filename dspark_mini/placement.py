@@ -720,7 +720,25 @@ def _descend(before, load, max_moves, target, move_cost):
         better = step & (net > best[act] * (1 + 1e-12)) & (moved <= budget)
         result[act[better]], best[act[better]] = trial[better], net[better]
         act = act[step & (peak > goal[act]) & (moved <= budget)]
+    for layer in np.flatnonzero((result != before).any(axis=(1, 2))):
+        limit = max(goal[layer], _gpu_load(result[layer][None], load[layer][None]).max())
+        _take_back(before[layer], result[layer], load[layer], limit * (1 + 1e-12))
     return result
+
+
+def _take_back(before, after, load, limit):
+    """Undo, in place, the moves of one layer that later ones made unnecessary: no GPU may end above `limit`."""
+    after[:] = _stay(before[None], after[None])[0]
+    copies = np.bincount(after[after >= 0], minlength=len(load))
+    for gpu, slot in np.argwhere((before != after) & (before >= 0)):
+        old, new = before[gpu, slot], after[gpu, slot]
+        if copies[new] > 1 and old not in after[gpu]:
+            after[gpu, slot] = old
+            if _gpu_load(after[None], load[None]).max() <= limit:
+                copies[old] += 1
+                copies[new] -= 1
+            else:
+                after[gpu, slot] = new
 
 
 def _best_step(plan, load, goal, budget):
