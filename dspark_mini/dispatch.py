@@ -209,16 +209,19 @@ class ExchangePlan:
         return self.sends[:, self.slot_gpu == self.rank]
 
 
-def plan_exchange(topk_ids, placement, layer, *, width, dtype=torch.float32, group=None, split=split_batch):
+def plan_exchange(
+    topk_ids, placement, layer, *, width, dtype=torch.float32, group=None, split=split_batch, refuse=None
+):
     """Exchange counts, check that all ranks agree, and plan who sends what where (steps 1 and 2).
 
     topk_ids (tokens, top_k) integers, -1 for padding. `split` is the division rule, `split_batch` or a
     baseline with its signature. Collective: every rank calls it, with zero tokens if it has none. Raises
-    ExchangeError on all ranks if they disagree, ValueError (on this rank) for bad ids.
+    ExchangeError on all ranks if they disagree, ValueError (on this rank) for bad ids. `refuse` is an error to
+    raise instead of going on, once the other ranks, who wait for our counts, have been told.
     """
     rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
     ids = topk_ids.detach().cpu().numpy() if isinstance(topk_ids, Tensor) else np.asarray(topk_ids)
-    mine, bad = np.zeros(placement.num_experts, dtype=np.int64), None
+    mine, bad = np.zeros(placement.num_experts, dtype=np.int64), refuse
     try:
         mine = count_tokens(ids, placement.num_experts)
     except ValueError as error:  # tell the others before leaving: they are waiting for our counts
@@ -270,7 +273,9 @@ def _check_heads(heads, rank_counts, placement, ranks):
         )
     column = dict(zip(HEADER, heads.T))
     if (column["pairs"] < 0).any():
-        raise ExchangeError(f"ranks {np.flatnonzero(column['pairs'] < 0).tolist()} have invalid expert ids")
+        raise ExchangeError(
+            f"ranks {np.flatnonzero(column['pairs'] < 0).tolist()} have invalid expert ids, or not their experts"
+        )
     for name in ("layer", "placement", "width", "dtype", "top_k"):
         values = column[name]
         if (values != values[0]).any():
@@ -388,14 +393,22 @@ def moe_forward(
     # own.
     clock = time.perf_counter if x.is_cuda else time.thread_time
     start = time.perf_counter()
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    wanted = placement.slot_expert[layer, placement.slot_gpu == rank]
+    held = experts.held[layer, : len(wanted)]
+    refuse = None
+    if held.shape != wanted.shape or (held != wanted).any():
+        refuse = ValueError(f"experts must hold {wanted.tolist()} in layer {layer}, got {held.tolist()}")
     plan = plan_exchange(
-        topk_ids, placement, layer, width=x.shape[1], dtype=x.dtype, group=group, split=split
+        topk_ids,
+        placement,
+        layer,
+        width=x.shape[1],
+        dtype=x.dtype,
+        group=group,
+        split=split,
+        refuse=refuse,
     )
-    held = placement.slot_expert[layer, placement.slot_gpu == plan.rank]
-    if (experts.held[layer, : len(held)] != held).any():
-        raise ValueError(
-            f"experts hold {experts.held[layer].tolist()} in layer {layer}, the placement says {held.tolist()}"
-        )
     rows = dispatch(x, topk_ids, plan, group)
     _finish(x)
     middle, compute = time.perf_counter(), clock()

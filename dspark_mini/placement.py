@@ -34,7 +34,8 @@ RETRY = 0.9985  # of the bound: below this another way to replicate is worth its
 ROUNDS = 24  # of pairwise swaps for the first way, twice as many for the layers that need another
 OFFSETS = (-0.5, -0.25, 1.0, -0.8)  # rounding rules tried in turn by step 4
 SMALL = 128  # slots; up to here step 5 is quick, and with so few copies it is often needed
-TRIALS = 300  # most copy counts that one round of step 5 tries
+EXPLORE = 0.995  # of the bound: below this, step 5 is worth its time
+TRIALS = 100  # most copy counts that one round of step 5 tries
 MIN_GAIN = 0.005  # a rebalancing that wins less than this part of the busiest GPU's load is noise
 
 
@@ -263,7 +264,7 @@ def _place_flat(load, num_gpus, num_slots):
         plan[short[better]], peak[short[better]] = other[better], other_peak[better]
 
     if num_slots <= SMALL:
-        for layer in np.flatnonzero(peak * RETRY > goal * GOAL):
+        for layer in np.flatnonzero(peak * EXPLORE > goal * GOAL):
             plan[layer], peak[layer] = _explore(plan[layer], peak[layer], load[layer], goal[layer])
 
     slots = plan[plan >= 0].reshape(len(load), num_slots)

@@ -167,6 +167,13 @@ def disagreement_checks(rank, ranks, port):
     skew = inputs(1, rank, 9, hot=0)[1]  # expert 0 has two copies
     messages["split"] = expect(ExchangeError, plan_exchange, skew, plan, 0, width=DIM, split=crooked)
 
+    mine = plan.slot_expert[:, plan.slot_gpu == rank]
+    experts = Experts(mine[:, ::-1] if odd else mine, dim=DIM, hidden=HIDDEN)
+    x, ids3, weights = inputs(1, rank, 4)
+    messages["weights"] = expect(
+        ValueError if odd else ExchangeError, moe_forward, x, ids3, weights, experts, plan, 0
+    )
+
     ones = [1] * ranks
     rows = torch.zeros(ranks + odd, 4)
     send = ones[:-1] + [1 + odd]

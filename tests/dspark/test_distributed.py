@@ -54,6 +54,7 @@ def test_dispatch_combine_and_migration(count):
             "dtype": "disagree on dtype",
             "top_k": "disagree on top_k",
             "ids": "invalid expert ids",
+            "weights": "not their experts",
             "split": "planned another exchange",
             "send sizes": "rows to rank",
             "row width": "row width",
@@ -63,6 +64,7 @@ def test_dispatch_combine_and_migration(count):
             wanted, True
         )
         assert "topk_ids must lie in" in messages[-1]["ids"]
+        assert "experts must hold" in messages[-1]["weights"]
 
 
 @pytest.mark.parametrize("how, low, high", [("kill", 0.0, 1.0), ("freeze", 1.5, 6.0)])
