@@ -71,9 +71,10 @@ def split_bound(counts, placement, layer):
     """
     counts, layer = _check(counts, placement, layer)
     total, tokens, homes = _balance(counts, placement, layer)
-    everyone = set(range(len(total)))
+    # Of several busiest GPUs perhaps only one is stuck, so each is asked by itself.
+    busiest = [gpu for gpu, n in enumerate(total) if n == max(total)]
     best = (-1, ())
-    for stuck in (_reach(total, tokens, homes, max(total))[0], everyone):
+    for stuck in (*(_reach(total, tokens, homes, [gpu])[0] for gpu in busiest), set(range(len(total)))):
         inside = sum(int(n) for n, gpus in zip(counts, homes) if set(gpus) <= stuck)
         best = max(best, (-(-inside // len(stuck)), tuple(sorted(stuck))), key=lambda b: b[0])
     return best
@@ -227,9 +228,10 @@ def _pour(n, gpus, part, total):
     return True
 
 
-def _reach(total, tokens, homes, top):
-    """Breadth-first from the GPUs at `top` along experts that could hand tokens on; stops at a GPU below top
-    - 1.
+def _reach(total, tokens, homes, start):
+    """Breadth-first from the busiest GPUs `start`, along experts that could hand tokens on.
+
+    Stops at the first GPU that has at least two tokens less: there is relief.
 
     Returns (reached GPUs, relief GPU or None, how each GPU was reached: gpu -> (previous gpu, expert)).
     """
@@ -239,7 +241,8 @@ def _reach(total, tokens, homes, top):
             for i, gpu in enumerate(gpus):
                 if tokens[expert][i]:
                     holders[gpu].append(expert)
-    queue = deque(gpu for gpu, n in enumerate(total) if n == top)
+    top = total[start[0]]
+    queue = deque(start)
     came = {gpu: None for gpu in queue}
     while queue:
         gpu = queue.popleft()
@@ -257,7 +260,7 @@ def _relieve(total, tokens, homes):
     """Hand tokens along one chain from a busiest GPU to one at least two below it; False if there is no
     chain."""
     top = max(total)
-    _, gpu, came = _reach(total, tokens, homes, top)
+    _, gpu, came = _reach(total, tokens, homes, [gpu for gpu, n in enumerate(total) if n == top])
     if gpu is None:
         return False
     path = []

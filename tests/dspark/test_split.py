@@ -26,7 +26,7 @@ def cases(draw):
     return plan, np.array(counts, dtype=np.int64)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(cases())
 def test_splits_are_optimal_conserve_tokens_and_prove_it(case):
     plan, counts = case
