@@ -427,11 +427,11 @@ def _list_schedule(problem, bound, slack=1.0):
         for r in sorted(evicted, key=lambda r: (-tokens[r], r)):
             place(r)
 
-    # 2. Requests with a shared prefix: holders first, then one new worker at a time, each filled to the
-    # bound.
+    # 2. Requests with a shared prefix and no KV cache: holders first, then one new worker at a time, each
+    # filled to the bound.
     groups = [[] for _ in prefix_tokens]
     for r in largest_first:
-        if worker[r] < 0 and prefix[r] >= 0:
+        if worker[r] < 0 and prefix[r] >= 0 and not kv_tokens[r]:
             groups[prefix[r]].append(r)
     for g in sorted(range(len(groups)), key=lambda g: (-sum(tokens[r] for r in groups[g]), g)):
         queue = groups[g]

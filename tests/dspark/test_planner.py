@@ -92,7 +92,7 @@ def small_problems(draw):
     return requests, workers
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(small_problems())
 def test_small_batches_are_solved_exactly(problem):
     requests, workers = problem
@@ -109,7 +109,7 @@ def test_small_batches_are_solved_exactly(problem):
         assert _lower_bound(_Problem(requests, workers, TOPOLOGY)) <= best * (1 + 1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(small_problems())
 def test_the_fast_path_is_sound_too(problem):
     """What runs for large batches, on small ones: memory kept, never below the bound."""
@@ -199,6 +199,14 @@ def test_memory_is_never_exceeded_and_the_rest_waits():
     # A KV cache at home costs no memory there, elsewhere it does.
     home = Request(10, kv_tokens=5000, kv_bytes=1, kv_worker=0)
     assert plan_batch([home], [Worker(20, load_s=9.0), Worker(4000)], TOPOLOGY).worker.tolist() == [0]
+
+
+def test_memory_counts_prefix_and_kv_together():
+    both = Request(100, kv_tokens=500, kv_bytes=1, kv_worker=0, prefix="p", prefix_tokens=300)
+    workers = [Worker(399), Worker(899)]  # one token short in both places
+    for requests in ([both], [both] * 20):
+        assert len(plan_batch(requests, workers, TOPOLOGY).deferred) == len(requests)
+    assert plan_batch([both], [Worker(399), Worker(900)], TOPOLOGY).worker.tolist() == [1]
 
 
 def test_empty_and_ties():
