@@ -1,0 +1,218 @@
+"""What every chapter does the same way: recorded or fresh numbers, parity tables, speed tables, sentences with numbers.
+
+Text that goes into a notebook's output holds booleans, shapes and numbers of recorded files only, so that a run on
+another machine prints the same.
+"""
+
+import torch
+from IPython.display import Markdown
+
+from ladder.rungs import RUNGS, find
+
+from . import memory, peers, plots, results, roofline, timing
+from .parity import Oracle
+from .problem import MINILM, SHAPES, AttentionProblem
+
+LENGTHS = (1024, 4096, 16384)
+
+
+def plain(seqlen, causal=False):
+    """The headline problem: 16 heads of 128 in bf16, 16k tokens in all."""
+    return AttentionProblem(
+        B=max(1, 16384 // seqlen), **SHAPES["plain"], Sq=seqlen, Sk=seqlen, causal=causal, dtype="bfloat16"
+    )
+
+
+def model(shape, seqlen=16384):
+    """A causal prefill of ``seqlen`` tokens in the head layout of a model (a key of ``SHAPES``)."""
+    return AttentionProblem(**SHAPES[shape], Sq=seqlen, Sk=seqlen, causal=True, dtype="bfloat16")
+
+
+CASES = {
+    "16k tokens, dense": plain(16384),
+    "16k tokens, causal": plain(16384, True),
+    "16 x 1k tokens, dense": plain(1024),
+    "16 x 1k tokens, causal": plain(1024, True),
+    "Qwen3-MoE heads, 16k, causal": model("qwen3-moe"),
+    "DeepSeek-V2-Lite heads, 16k, causal": model("deepseek-v2-lite"),
+}
+
+
+def fields(problem):
+    """The fields of ``problem`` that pick its rows out of recorded results."""
+    return {k: v for k, v in problem.case().items() if k != "mode"}
+
+
+def numbers(remeasure=False):
+    """The recorded results of the ladder; with ``remeasure``, the same problems measured here, on this GPU.
+
+    Raises:
+        RuntimeError: ``remeasure`` without a CUDA device.
+    """
+    if not remeasure:
+        return results.load("ladder")
+    if not torch.cuda.is_available():
+        raise RuntimeError("REMEASURE is True but no CUDA device is here; set it to False to read the recorded numbers")
+    problems = [plain(s, causal) for s in LENGTHS for causal in (False, True)]
+    problems += [model("qwen3-moe"), model("deepseek-v2-lite"), MINILM]
+    return measure(problems, "cuda")
+
+
+def measure(problems, device, *, with_peers=True, budget_ms=200.0):
+    """Measure rungs 01 to 05 and the peers on ``problems``; returns a results document."""
+    device, rows = torch.device(device), []
+    for problem in problems:
+        inputs = [problem.make(device, copy) for copy in range(2)]
+        oracle = Oracle(*inputs[0], causal=problem.causal, scale=problem.scale)
+        runs = [(r.name, lambda q, k, v, r=r: r.attention(q, k, v, causal=problem.causal, scale=problem.scale), r) for r in RUNGS[:5] if r.why_not(problem) is None]
+        if with_peers:
+            runs += [(peer.name, peer.build(problem), None) for peer in peers.peers_for(problem, device)]
+        for name, run, rung in runs:
+            moved = rung.bytes_moved(problem) if rung else problem.min_bytes
+            rows.append(
+                results.row(
+                    problem.case(), name, parity=oracle.check(run(*inputs[0])),
+                    timing=timing.measure(run, inputs, device=device, budget_ms=budget_ms),
+                    flops=problem.flops, num_bytes=moved, peak_bytes=memory.peak_bytes(run, *inputs[0]), bytes_moved=moved,
+                )
+            )  # fmt: skip
+    return results.document(rows, device=device, limits=roofline.measure_limits(device))
+
+
+def source_line(doc):
+    """Where the numbers of a figure come from."""
+    return results.caption(doc)
+
+
+def ms(doc, impl, problem):
+    """Median milliseconds of one recorded row."""
+    return results.one(doc, impl, **fields(problem))["ms"]["median"]
+
+
+def value(doc, impl, problem, name):
+    """Another field of one recorded row: "tflops", "peak_bytes", "bytes_moved", ..."""
+    return results.one(doc, impl, **fields(problem))[name]
+
+
+def say(text):
+    """A sentence whose numbers were computed, as Markdown output."""
+    return Markdown(text)
+
+
+# ---------------------------------------------------------------- parity
+
+
+def small_problems(rung):
+    """Problems that a CPU, and Triton's interpreter, finish in seconds: real input first."""
+    length = 512 if not rung.needs_triton else 160
+    minilm = MINILM.replace(B=3 if not rung.needs_triton else 1, Sq=length, Sk=length)
+    problems = [
+        ("MiniLM, real input", minilm),
+        ("MiniLM, causal", minilm.replace(causal=True)),
+        ("noise, float32", AttentionProblem(Hq=4, Hkv=4, Sq=200, Sk=200, D=64, Dv=64, dtype="float32")),
+        ("noise, Sq > Sk, causal", AttentionProblem(Hq=4, Hkv=4, Sq=96, Sk=40, D=32, Dv=32, causal=True)),
+        ("one token", AttentionProblem(Hq=4, Hkv=4, Sq=1, Sk=333, D=64, Dv=64)),
+    ]
+    if "grouped_heads" in rung.features:
+        problems += [
+            ("Qwen3-MoE heads, causal", AttentionProblem(**SHAPES["qwen3-moe"], Sq=48, Sk=80, causal=True)),
+            ("DeepSeek-V2-Lite heads, causal", AttentionProblem(**SHAPES["deepseek-v2-lite"], Sq=64, Sk=64, causal=True)),
+        ]
+    return problems
+
+
+def parity(number):
+    """Check rung ``number`` on the CPU against the float64 oracle and the rung before; a Markdown table of verdicts."""
+    rung = find(number)
+    before = find(number - 1) if number > 1 else None
+    lines = [
+        f"| input | shape of q, k, v | float64 oracle | {before.name if before else 'previous rung'} |",
+        "|:--|:--|:--|:--|",
+    ]
+    for name, problem in small_problems(rung):
+        q, k, v = problem.make()
+        options = dict(causal=problem.causal, scale=problem.scale)
+        oracle = Oracle(q, k, v, **options)
+        out = rung.attention(q, k, v, **options)
+        verdict = oracle.check(out)
+        if before is None:
+            agrees = "first rung"
+        elif (reason := before.why_not(problem)) is not None:
+            agrees = f"cannot: {reason}"
+        else:
+            agrees = _word(oracle.agree(out, before.attention(q, k, v, **options)))
+        shapes = " ".join(f"{tuple(x.shape)}" for x in (q, k, v))
+        lines.append(f"| {name}, {problem.dtype} | `{shapes}` | {_word(verdict)} | {agrees} |")
+    return Markdown("\n".join(lines))
+
+
+def _word(verdict):
+    return "within budget" if verdict else f"**FAILS**: {verdict.reason}"
+
+
+# ---------------------------------------------------------------- speed and memory
+
+
+def speed(doc, upto, problems=None):
+    """Recorded milliseconds, TFLOP/s and peak memory of rungs 1 to ``upto`` on some problems, as a Markdown table."""
+    problems = problems or {name: CASES[name] for name in list(CASES)[:2]}
+    lines = ["| problem | rung | ms | TFLOP/s | x the rung before | bytes moved | peak memory | max error / budget |", "|:--|:--|--:|--:|--:|--:|--:|--:|"]
+    for name, problem in problems.items():
+        last = None
+        for rung in RUNGS[:upto]:
+            found = results.select(doc, rung.name, **fields(problem))
+            if not found:
+                continue
+            row = found[0]
+            time = row["ms"]["median"]
+            faster = f"{last / time:.2f}" if last else "-"
+            error = f"{row['max_error'] / row['budget']:.2f}" if row.get("budget") else "-"
+            bold = "**" if rung.number == upto else ""
+            lines.append(
+                f"| {name} | {bold}{rung.number:02d} {rung.title}{bold} | {time:.3g} | {row['tflops']:.3g} | {faster} "
+                f"| {plots.size(row['bytes_moved'])} | {plots.size(row['peak_bytes'])} | {error} |"
+            )
+            last = time
+    lines.append(f"\n*{results.caption(doc)}; times are medians.*")
+    return Markdown("\n".join(lines))
+
+
+def speed_bars(doc, upto, problem, *, with_peers=False, note="", title=""):
+    """Recorded times of rungs 1 to ``upto`` (and the peers) on one problem, as a Picture."""
+    entries = [
+        (f"{r.number:02d} {r.title}", ms(doc, r.name, problem), plots.RUNG_COLOURS[r.number])
+        for r in RUNGS[:upto] if results.select(doc, r.name, **fields(problem))
+    ]  # fmt: skip
+    highlight = entries[-1][0]
+    if with_peers:
+        for row in results.select(doc, **fields(problem)):
+            if not row["impl"].startswith("step") and "ms" in row:
+                entries.append((row["impl"], row["ms"]["median"], plots.PALE))
+    spread = max(v for _, v, _ in entries) / min(v for _, v, _ in entries)
+    figure = plots.bars(
+        entries, unit="milliseconds", log=spread > 8, title=title or problem.label(), highlight=highlight,
+        note=f"{note} Medians, {results.caption(doc)}.",
+    )  # fmt: skip
+    return plots.Picture(figure, f"bars: milliseconds of {len(entries)} implementations on {problem.label()}")
+
+
+def memory_picture(upto, lengths=(256, 512, 1024, 2048, 4096), *, num_heads=4, head_dim=32):
+    """Peak bytes of the PyTorch rungs 1 to ``upto`` against S, measured here and now on the CPU, as a Picture."""
+    curves = memory_curves(upto, lengths, num_heads=num_heads, head_dim=head_dim)
+    growth = {number: peaks[-1] / peaks[-2] for _, _, peaks, number in curves}
+    note = f"Measured on this CPU, {num_heads} heads of {head_dim} in float16. Look at the slopes: a line of slope 2 multiplies by 4 when S doubles."
+    figure = plots.memory_curves(curves, note=note)
+    factors = ", ".join(f"{find(n).name} x {factor:.1f}" for n, factor in growth.items())
+    return plots.Picture(figure, f"peak memory when S doubles from {lengths[-2]} to {lengths[-1]}: {factors}")
+
+
+def memory_curves(upto, lengths, *, num_heads=4, head_dim=32):
+    """(label, [S], [peak bytes], number) of each PyTorch rung up to ``upto``."""
+    curves = []
+    for rung in [r for r in RUNGS[:upto] if not r.needs_triton]:
+        peaks = []
+        for s in lengths:
+            q, k, v = AttentionProblem(Hq=num_heads, Hkv=num_heads, Sq=s, Sk=s, D=head_dim, Dv=head_dim).make()
+            peaks.append(memory.peak_bytes(rung.attention, q, k, v))
+        curves.append((f"{rung.number:02d} {rung.title}", list(lengths), peaks, rung.number))
+    return curves
