@@ -43,6 +43,10 @@ def fields(problem):
     return {k: v for k, v in problem.case().items() if k != "mode"}
 
 
+PLAIN = {name: fields(p) for name, p in CASES.items() if p.Hq == p.Hkv and p.D == p.Dv}  # what every rung computes
+ALL = {name: fields(p) for name, p in CASES.items()}
+
+
 def numbers(remeasure=False):
     """The recorded results of the ladder; with ``remeasure``, the same problems measured here, on this GPU.
 

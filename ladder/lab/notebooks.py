@@ -40,7 +40,7 @@ def tidy(notebook):
     """Drop what differs from run to run or means nothing without this kernel."""
     notebook.metadata = nbformat.from_dict(METADATA)
     for cell in notebook.cells:
-        cell.metadata = nbformat.from_dict({k: v for k, v in cell.metadata.items() if k == "tags"})
+        cell.metadata = nbformat.from_dict({k: v for k, v in cell.metadata.items() if k in ("tags", "jupyter")})
         for output in cell.get("outputs", []):
             data = output.get("data", {})
             if WIDGET_VIEW in data and len(data) > 1:

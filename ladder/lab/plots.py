@@ -4,6 +4,7 @@ Colours are Okabe and Ito's, which colour-blind readers can tell apart; whatever
 word says too, so that a black-and-white print loses nothing.
 """
 
+import functools
 import io
 import math
 import textwrap
@@ -30,6 +31,17 @@ STYLE = {
 }  # fmt: skip
 
 
+def styled(function):
+    """Run a drawing function under the house style."""
+
+    @functools.wraps(function)
+    def inside(*args, **kwargs):
+        with rc_context(STYLE):
+            return function(*args, **kwargs)
+
+    return inside
+
+
 class Picture:
     """A figure as a notebook shows it: PNG, and one line of text for whoever cannot see it."""
 
@@ -47,8 +59,8 @@ class Picture:
 def png(figure):
     """The figure as PNG bytes, the same bytes for the same figure."""
     buffer = io.BytesIO()
+    FigureCanvasAgg(figure)
     with rc_context(STYLE):
-        FigureCanvasAgg(figure)
         figure.savefig(buffer, format="png", dpi=DRAWN_DPI, metadata={"Software": None})
     return buffer.getvalue()
 
@@ -83,6 +95,7 @@ def tokens(n):
 # ---------------------------------------------------------------- roofline, speed, memory
 
 
+@styled
 def roofline(limits, points, *, lines=(), title="Roofline", note=""):
     """The limits of a machine and what each implementation reached on one problem.
 
@@ -93,9 +106,9 @@ def roofline(limits, points, *, lines=(), title="Roofline", note=""):
     """
     peak, rate = limits["matmul_tflops"], limits["read_tbs"]
     figure, axes = canvas(4.3)
-    low = min([1.0] + [x / 2 for _, x, _, _ in points])
+    low = min([1.0, peak / rate / 30] + [x / 2 for _, x, _, _ in points])
     high = max([4 * peak / rate] + [3 * x for _, x, _, _ in points])
-    floor = min([peak / 1000] + [y / 3 for _, _, y, _ in points])
+    floor = min([rate * low / 2] + [y / 3 for _, _, y, _ in points])
     x = np.geomspace(low, high, 200)
     axes.plot(x, np.minimum(peak, rate * x), color=INK, lw=1.8)
     axes.fill_between(x, np.minimum(peak, rate * x), floor, color=PALE, alpha=0.45, lw=0)
@@ -119,8 +132,9 @@ def roofline(limits, points, *, lines=(), title="Roofline", note=""):
         )  # fmt: skip
         if i:
             axes.annotate("", (intensity, speed), points[i - 1][1:3], arrowprops=dict(arrowstyle="->", color=GREY, lw=0.8))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+        axis.set_minor_formatter(NullFormatter())
     axes.grid(True, which="major", lw=0.6)
     if points:
         axes.legend(loc="lower right")
@@ -134,6 +148,7 @@ def _slope(axes, figure):
     return math.degrees(math.atan2((figure.get_figheight() - 1.1) / (y1 - y0), (WIDTH - 1.0) / (x1 - x0)))
 
 
+@styled
 def bars(entries, *, unit, title="", note="", log=False, highlight=None):
     """Horizontal bars with their values. entries: (label, value, colour) each; ``highlight`` names the one to look at."""
     figure, axes = canvas(1.15 + 0.34 * len(entries))
@@ -158,6 +173,7 @@ def bars(entries, *, unit, title="", note="", log=False, highlight=None):
     return caption(figure, note) if note else figure
 
 
+@styled
 def memory_curves(curves, *, title="Peak memory on top of the inputs", note=""):
     """Peak bytes against sequence length. curves: (label, [S], [bytes], rung number) each."""
     figure, axes = canvas(3.7)
@@ -178,6 +194,7 @@ def memory_curves(curves, *, title="Peak memory on top of the inputs", note=""):
     return caption(figure, note) if note else figure
 
 
+@styled
 def traffic(operations, *, title, note=""):
     """Bytes that each operation of a call loads and stores. operations: (name, loaded, stored) in order."""
     figure, axes = canvas(1.25 + 0.34 * len(operations))
@@ -252,6 +269,7 @@ def kinds_legend(axes, **options):
     axes.legend(patches, KINDS, **options)
 
 
+@styled
 def causal_alignment(shapes, note=""):
     """Bottom-right causal masks side by side. shapes: (title, Sq, Sk) each."""
     figure, all_axes = canvas(3.0, columns=len(shapes))
@@ -270,6 +288,7 @@ def causal_alignment(shapes, note=""):
     return caption(figure, note) if note else figure
 
 
+@styled
 def two_passes(note=""):
     """Which tiles a query tile walks: twice over the keys (step 02) and once (step 03)."""
     figure, all_axes = canvas(2.75, columns=2)
@@ -295,6 +314,7 @@ def two_passes(note=""):
     return caption(figure, note) if note else figure
 
 
+@styled
 def grouped_heads(layouts, note=""):
     """Which KV head each query head reads. layouts: (title, Hq, Hkv) each."""
     figure, all_axes = canvas(2.6, columns=len(layouts))
@@ -319,6 +339,7 @@ def grouped_heads(layouts, note=""):
     return caption(figure, note) if note else figure
 
 
+@styled
 def ragged_batch(lengths, note=""):
     """Work of a padded batch (every sequence as long as the longest) beside that of a packed one."""
     figure, all_axes = canvas(2.5, columns=len(lengths))
@@ -335,6 +356,7 @@ def ragged_batch(lengths, note=""):
 # ---------------------------------------------------------------- boxes and arrows
 
 
+@styled
 def levels(columns, note=""):
     """Where each tensor lives while a rung runs.
 
@@ -365,9 +387,10 @@ def levels(columns, note=""):
     return caption(figure, note) if note else figure
 
 
+@styled
 def pipeline(stages, note=""):
     """A row of boxes with arrows between them. stages: (text, note under it, colour) each."""
-    figure, axes = canvas(2.0)
+    figure, axes = canvas(1.75)
     step = 10 / len(stages)
     for i, (text, below, colour) in enumerate(stages):
         x = i * step
@@ -377,6 +400,6 @@ def pipeline(stages, note=""):
         axes.text(x + width / 2, 0.38, below, ha="center", va="top", fontsize=8.5)
         if i + 1 < len(stages):
             axes.add_patch(FancyArrowPatch((x + width + 0.06, 0.9), (x + step - 0.06, 0.9), arrowstyle="-|>", mutation_scale=12, color=INK))
-    axes.set(xlim=(-0.1, 10), ylim=(-0.35, 1.4), xticks=[], yticks=[])
+    axes.set(xlim=(-0.1, 10), ylim=(-0.2, 1.35), xticks=[], yticks=[])
     axes.spines[["left", "bottom"]].set_visible(False)
     return caption(figure, note) if note else figure

@@ -45,13 +45,13 @@ class Explorer(ipw.VBox):
         raise NotImplementedError
 
     def redraw(self, change=None):
-        figure, text = self.draw()
+        figure, text = plots.styled(self.draw)()
         self.picture.value = plots.png(figure)
         self.readout.value = f'<div style="max-width: 760px">{text}</div>'
 
     def still(self):
         """The picture with its readout as a caption, as PNG bytes."""
-        figure, text = self.draw()
+        figure, text = plots.styled(self.draw)()
         return plots.png(plots.caption(figure, html.unescape(re.sub(r"<br>", "\n", re.sub(r"</?(?!br)[^>]*>", "", text)))))
 
     def __repr__(self):
@@ -171,7 +171,7 @@ _COLOURS = {
     "decorator": "var(--jp-mirror-editor-meta-color, #7040c0)",
     "number": "var(--jp-mirror-editor-number-color, #006080)",
 }
-_PRE = "margin:0;line-height:1.35;font-size:12.5px;overflow-x:auto;white-space:pre"
+_PRE = "margin:0;font-family:var(--jp-code-font-family, monospace);line-height:1.35;font-size:12.5px;overflow-x:auto;white-space:pre"
 
 
 def highlight(code):
