@@ -4,6 +4,13 @@ Text that goes into a notebook's output holds booleans, shapes and numbers of re
 another machine prints the same.
 """
 
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
 import torch
 from IPython.display import Markdown
 
@@ -57,9 +64,12 @@ def numbers(remeasure=False):
         return results.load("ladder")
     if not torch.cuda.is_available():
         raise RuntimeError("REMEASURE is True but no CUDA device is here; set it to False to read the recorded numbers")
-    problems = [plain(s, causal) for s in LENGTHS for causal in (False, True)]
-    problems += [model("qwen3-moe"), model("deepseek-v2-lite"), MINILM]
-    return measure(problems, "cuda")
+    # A process of its own: this one may have Triton's interpreter on, which would be timed in place of the GPU.
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "ladder.json")
+        env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        subprocess.run([sys.executable, "-m", "ladder.lab.chapter", str(path)], env=env, check=True)
+        return results.load(path)
 
 
 def measure(problems, device, *, with_peers=True, budget_ms=200.0):
@@ -220,3 +230,52 @@ def memory_curves(upto, lengths, *, num_heads=4, head_dim=32):
             peaks.append(memory.peak_bytes(rung.attention, q, k, v))
         curves.append((f"{rung.number:02d} {rung.title}", list(lengths), peaks, rung.number))
     return curves
+
+
+def compared(old, new, pairs):
+    """A Markdown table of lines that do the same in two rungs.
+
+    Raises:
+        ValueError: a line is not in the source of its function, so that the table cannot go stale.
+    """
+    from .widgets import source_of, where
+
+    sources = source_of(old), source_of(new)
+    lines = [f"| {where(old)} | {where(new)} | |", "|:--|:--|:--|"]
+    for left, right, what in pairs:
+        for line, source, function in ((left, sources[0], old), (right, sources[1], new)):
+            if line and line not in source:
+                raise ValueError(f"line {line!r} is not in {where(function)}")
+        cells = (f"`{line}`".replace("|", "\\|") if line else "" for line in (left, right))
+        lines.append(f"| {' | '.join(cells)} | {what} |")
+    return Markdown("\n".join(lines))
+
+
+def lesson_compiles():
+    """What the compiler makes of step 05 in a few settings, as a Markdown table of verdicts; needs no GPU.
+
+    Runs in a process of its own, because this one may have Triton's interpreter on.
+    """
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "ladder.lab.compile_sweep", "--lesson"], env=env, capture_output=True, text=True, check=True
+    )
+    lines = ["| processor | elements | tile, warps | products run on | spills |", "|:--|:--|:--|:--|:--|"]
+    for row in map(json.loads, done.stdout.splitlines()):
+        case = row["case"]
+        unit = "wgmma (`HGMMA`)" if row["hgmma"] else "older tensor cores (`HMMA`)" if row["hmma"] else "ordinary multipliers (`FFMA`)"
+        spills = "**yes**" if row["spill_loads"] + row["spill_stores"] + row["local"] else "no"
+        precision = f", {case['precision']}" if case["dtype"] == "float32" else ""
+        tile = f"{case['BLOCK_M']} x {case['BLOCK_N']}, {case['num_warps']}"
+        lines.append(f"| {case['target']} | {case['dtype']}{precision} | {tile} | {unit} | {spills} |")
+    return Markdown("\n".join(lines))
+
+
+def _main():
+    problems = [plain(s, causal) for s in LENGTHS for causal in (False, True)]
+    problems += [model("qwen3-moe"), model("deepseek-v2-lite"), MINILM]
+    results.write(measure(problems, "cuda"), sys.argv[1])
+
+
+if __name__ == "__main__":
+    _main()

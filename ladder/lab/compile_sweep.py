@@ -1,7 +1,7 @@
 """Compile step 05 for Hopper at many tile sizes, without a GPU, and record what the compiler made of each.
 
-``python -m ladder.lab.compile_sweep`` writes ``notebooks/results/step05_compile.json``; ``--one`` compiles the shipped
-configuration of one head size and prints it as JSON. Run it in a process of its own: where Triton's interpreter is on,
+``python -m ladder.lab.compile_sweep`` writes ``notebooks/results/step05_compile.json``; ``--lesson`` prints the
+few settings that chapter 05 shows. Run it in a process of its own: where Triton's interpreter is on,
 kernels are never compiled.
 """
 
@@ -14,11 +14,22 @@ from unittest import mock
 import torch
 
 from . import results
-from .compile import SHARED_MEMORY_LIMIT, TARGETS, compile_for
+from .compile import SHARED_MEMORY_LIMIT, compile_for
 from .problem import DTYPES
 
 HEADS = ((64, 64), (128, 128), (192, 128), (256, 256))
 GRID = dict(BLOCK_M=(64, 128), BLOCK_N=(32, 64, 128), num_warps=(4, 8), num_stages=(2, 3))
+
+
+# What chapter 05 shows: target, element type, changes to the shipped configuration; head size 128.
+LESSON = (
+    ("sm_80", "bfloat16", {}),
+    ("sm_90", "bfloat16", {}),
+    ("sm_90", "bfloat16", {"num_warps": 4}),
+    ("sm_90", "float32", {}),
+    ("sm_90", "float32", {"PRECISION": "tf32"}),
+    ("sm_90", "float32", {"PRECISION": "tf32", "BLOCK_M": 64, "BLOCK_N": 64}),
+)
 
 
 def compile_step05(head_dim, head_dim_v, *, target="sm_90", causal=False, dtype=torch.bfloat16, **changes):
@@ -54,7 +65,7 @@ def describe(config, compiled, head_dim, head_dim_v, dtype):
     """One row of recorded results."""
     case = {
         "mode": "compile", "target": compiled.target, "D": head_dim, "Dv": head_dim_v, "causal": False,
-        "dtype": str(dtype).removeprefix("torch."), **{name: config[name] for name in GRID},
+        "dtype": str(dtype).removeprefix("torch."), "precision": config["PRECISION"], **{name: config[name] for name in GRID},
     }  # fmt: skip
     return results.row(
         case, "step05_fused", registers=compiled.registers, spill_stores=compiled.spill_stores,
@@ -65,18 +76,13 @@ def describe(config, compiled, head_dim, head_dim_v, dtype):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--one", type=int, metavar="HEAD_DIM", help="compile one configuration and print it")
-    parser.add_argument("--target", choices=TARGETS, default="sm_90", help="processor, with --one")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="element type, with --one")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="BLOCK_M=64, num_warps=4, PRECISION=ieee ..., with --one")
+    parser.add_argument("--lesson", action="store_true", help="compile the settings of chapter 05 and print a JSON row each")
     parser.add_argument("--output", default=str(results.FOLDER / "step05_compile.json"))
     args = parser.parse_args()
-    if args.one:
-        pairs = (item.split("=", 1) for item in args.set)
-        changes = {name: int(value) if value.isdigit() else value for name, value in pairs}
-        dtype = DTYPES[args.dtype]
-        config, compiled = compile_step05(args.one, args.one, target=args.target, dtype=dtype, **changes)
-        print(json.dumps(describe(config, compiled, args.one, args.one, dtype)))
+    if args.lesson:
+        for target, name, changes in LESSON:
+            config, compiled = compile_step05(128, 128, target=target, dtype=DTYPES[name], **changes)
+            print(json.dumps(describe(config, compiled, 128, 128, DTYPES[name])))
         return
     rows = []
     for head_dim, head_dim_v in HEADS:
