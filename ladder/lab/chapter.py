@@ -16,12 +16,10 @@ from IPython.display import Markdown
 
 from ladder.rungs import RUNGS, find
 
-from . import memory, peers, plots, results, roofline, timing
+from . import memory, plots, results
+from .report import title as implementation_title
 from .parity import Oracle
 from .problem import MINILM, SHAPES, AttentionProblem
-
-LENGTHS = (1024, 4096, 16384)
-
 
 def plain(seqlen, causal=False):
     """The headline problem: 16 heads of 128 in bf16, 16k tokens in all."""
@@ -51,6 +49,7 @@ def fields(problem):
 
 
 PLAIN = {name: fields(p) for name, p in CASES.items() if p.Hq == p.Hkv and p.D == p.Dv}  # what every rung computes
+PYTORCH = tuple(rung.name for rung in RUNGS if not rung.needs_triton)
 ALL = {name: fields(p) for name, p in CASES.items()}
 
 
@@ -67,30 +66,13 @@ def numbers(remeasure=False):
     # A process of its own: this one may have Triton's interpreter on, which would be timed in place of the GPU.
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "ladder.json")
-        env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        subprocess.run([sys.executable, "-m", "ladder.lab.chapter", str(path)], env=env, check=True)
+        command = [sys.executable, "-m", "ladder", "--record", "--rungs", "1-5", "--json", str(path)]
+        subprocess.run(command, env=_without_interpreter(), stdout=subprocess.DEVNULL, check=True)
         return results.load(path)
 
 
-def measure(problems, device, *, with_peers=True, budget_ms=200.0):
-    """Measure rungs 01 to 05 and the peers on ``problems``; returns a results document."""
-    device, rows = torch.device(device), []
-    for problem in problems:
-        inputs = [problem.make(device, copy) for copy in range(2)]
-        oracle = Oracle(*inputs[0], causal=problem.causal, scale=problem.scale)
-        runs = [(r.name, lambda q, k, v, r=r: r.attention(q, k, v, causal=problem.causal, scale=problem.scale), r) for r in RUNGS[:5] if r.why_not(problem) is None]
-        if with_peers:
-            runs += [(peer.name, peer.build(problem), None) for peer in peers.peers_for(problem, device)]
-        for name, run, rung in runs:
-            moved = rung.bytes_moved(problem) if rung else problem.min_bytes
-            rows.append(
-                results.row(
-                    problem.case(), name, parity=oracle.check(run(*inputs[0])),
-                    timing=timing.measure(run, inputs, device=device, budget_ms=budget_ms),
-                    flops=problem.flops, num_bytes=moved, peak_bytes=memory.peak_bytes(run, *inputs[0]), bytes_moved=moved,
-                )
-            )  # fmt: skip
-    return results.document(rows, device=device, limits=roofline.measure_limits(device))
+def _without_interpreter():
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 
 def source_line(doc):
@@ -101,6 +83,11 @@ def source_line(doc):
 def ms(doc, impl, problem):
     """Median milliseconds of one recorded row."""
     return results.one(doc, impl, **fields(problem))["ms"]["median"]
+
+
+def rows(doc, impl, problem):
+    """Recorded rows of an implementation on ``problem`` that were measured, not skipped."""
+    return [row for row in results.select(doc, impl, **fields(problem)) if "ms" in row]
 
 
 def value(doc, impl, problem, name):
@@ -174,7 +161,7 @@ def speed(doc, upto, problems=None):
     for name, problem in problems.items():
         last = None
         for rung in RUNGS[:upto]:
-            found = results.select(doc, rung.name, **fields(problem))
+            found = rows(doc, rung.name, problem)
             if not found:
                 continue
             row = found[0]
@@ -195,13 +182,13 @@ def speed_bars(doc, upto, problem, *, with_peers=False, note="", title=""):
     """Recorded times of rungs 1 to ``upto`` (and the peers) on one problem, as a Picture."""
     entries = [
         (f"{r.number:02d} {r.title}", ms(doc, r.name, problem), plots.RUNG_COLOURS[r.number])
-        for r in RUNGS[:upto] if results.select(doc, r.name, **fields(problem))
+        for r in RUNGS[:upto] if rows(doc, r.name, problem)
     ]  # fmt: skip
     highlight = entries[-1][0]
     if with_peers:
-        for row in results.select(doc, **fields(problem)):
-            if not row["impl"].startswith("step") and "ms" in row:
-                entries.append((row["impl"], row["ms"]["median"], plots.PALE))
+        for row in rows(doc, None, problem):
+            if not row["impl"].startswith("step"):
+                entries.append((implementation_title(row["impl"]), row["ms"]["median"], plots.PALE))
     spread = max(v for _, v, _ in entries) / min(v for _, v, _ in entries)
     figure = plots.bars(
         entries, unit="milliseconds", log=spread > 8, title=title or problem.label(), highlight=highlight,
@@ -210,26 +197,62 @@ def speed_bars(doc, upto, problem, *, with_peers=False, note="", title=""):
     return plots.Picture(figure, f"bars: milliseconds of {len(entries)} implementations on {problem.label()}")
 
 
-def memory_picture(upto, lengths=(256, 512, 1024, 2048, 4096), *, num_heads=4, head_dim=32):
+def against_peers(doc, impl, problems):
+    """Recorded TFLOP/s of ``impl`` and of every peer on some problems, as a Markdown table."""
+    peers = list(dict.fromkeys(row["impl"] for row in doc["rows"] if not row["impl"].startswith("step") and "ms" in row))
+    lines = [f"| problem | **{implementation_title(impl)}** | {' | '.join(map(implementation_title, peers))} |", "|:--|" + "--:|" * (1 + len(peers))]
+    for name, problem in problems.items():
+        speeds = {row["impl"]: row["tflops"] for row in rows(doc, None, problem)}
+        cells = [f"{speeds[p]:.0f}" if p in speeds else "-" for p in peers]
+        lines.append(f"| {name} | **{speeds[impl]:.0f}** | {' | '.join(cells)} |")
+    lines.append(f"\n*TFLOP/s, {results.caption(doc)}.*")
+    return Markdown("\n".join(lines))
+
+
+def memory_picture(upto, lengths=(256, 512, 1024, 2048, 4096)):
     """Peak bytes of the PyTorch rungs 1 to ``upto`` against S, measured here and now on the CPU, as a Picture."""
-    curves = memory_curves(upto, lengths, num_heads=num_heads, head_dim=head_dim)
+    tiles = dict(tile_q=256, tile_k=128)
+    curves = memory_curves(upto, lengths, **tiles)
     growth = {number: peaks[-1] / peaks[-2] for _, _, peaks, number in curves}
-    note = f"Measured on this CPU, {num_heads} heads of {head_dim} in float16. Look at the slopes: a line of slope 2 multiplies by 4 when S doubles."
-    figure = plots.memory_curves(curves, note=note)
+    note = (
+        f"Measured on this CPU: 4 heads of 32 in float16, tiles of {tiles['tile_q']} x {tiles['tile_k']}. Look at the slopes: "
+        "S x S multiplies by 4 whenever S doubles; a tile does not grow at all, and an output doubles."
+    )
     factors = ", ".join(f"{find(n).name} x {factor:.1f}" for n, factor in growth.items())
-    return plots.Picture(figure, f"peak memory when S doubles from {lengths[-2]} to {lengths[-1]}: {factors}")
+    return plots.Picture(
+        plots.memory_curves(curves, note=note),
+        f"peak memory when S doubles from {lengths[-2]} to {lengths[-1]}: {factors}",
+    )
 
 
-def memory_curves(upto, lengths, *, num_heads=4, head_dim=32):
-    """(label, [S], [peak bytes], number) of each PyTorch rung up to ``upto``."""
+def memory_curves(upto, lengths, **tiles):
+    """(label, [S], [peak bytes], number) of each PyTorch rung up to ``upto``, measured on the CPU."""
     curves = []
     for rung in [r for r in RUNGS[:upto] if not r.needs_triton]:
-        peaks = []
+        options, peaks = tiles if rung.number > 1 else {}, []
         for s in lengths:
-            q, k, v = AttentionProblem(Hq=num_heads, Hkv=num_heads, Sq=s, Sk=s, D=head_dim, Dv=head_dim).make()
-            peaks.append(memory.peak_bytes(rung.attention, q, k, v))
+            inputs = AttentionProblem(Hq=4, Hkv=4, Sq=s, Sk=s, D=32, Dv=32).make()
+            peaks.append(memory.peak_bytes(lambda q, k, v, run=rung.attention, options=options: run(q, k, v, **options), *inputs))
         curves.append((f"{rung.number:02d} {rung.title}", list(lengths), peaks, rung.number))
     return curves
+
+
+def recorded_memory(doc, upto):
+    """Recorded peak bytes of rungs 1 to ``upto`` against S, one dense sequence of 16 heads of 128, as a Picture."""
+    curves = []
+    for rung in RUNGS[:upto]:
+        found = {
+            row["case"]["Sq"]: row["peak_bytes"]
+            for row in results.select(doc, rung.name, B=1, causal=False, input=None, **SHAPES["plain"])
+            if "peak_bytes" in row
+        }
+        lengths = sorted(found)
+        curves.append((f"{rung.number:02d} {rung.title}", lengths, [found[s] for s in lengths], rung.number))
+    longest = max(curves[0][1]), max(max(c[1]) for c in curves)
+    note = f"One sequence, 16 heads of 128, bf16; {results.caption(doc)}."
+    if longest[0] < longest[1]:
+        note += f" Look at where the first line ends: beyond {plots.tokens(longest[0])} tokens step 01 ran out of memory."
+    return plots.Picture(plots.memory_curves(curves, note=note), f"recorded peak memory of {len(curves)} rungs")
 
 
 def compared(old, new, pairs):
@@ -256,10 +279,8 @@ def lesson_compiles():
 
     Runs in a process of its own, because this one may have Triton's interpreter on.
     """
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "ladder.lab.compile_sweep", "--lesson"], env=env, capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-m", "ladder.lab.compile_sweep", "--lesson"]
+    done = subprocess.run(command, env=_without_interpreter(), capture_output=True, text=True, check=True)
     lines = ["| processor | elements | tile, warps | products run on | spills |", "|:--|:--|:--|:--|:--|"]
     for row in map(json.loads, done.stdout.splitlines()):
         case = row["case"]
@@ -270,12 +291,3 @@ def lesson_compiles():
         lines.append(f"| {case['target']} | {case['dtype']}{precision} | {tile} | {unit} | {spills} |")
     return Markdown("\n".join(lines))
 
-
-def _main():
-    problems = [plain(s, causal) for s in LENGTHS for causal in (False, True)]
-    problems += [model("qwen3-moe"), model("deepseek-v2-lite"), MINILM]
-    results.write(measure(problems, "cuda"), sys.argv[1])
-
-
-if __name__ == "__main__":
-    _main()

@@ -19,6 +19,7 @@ import torch
 from matplotlib.patches import Rectangle
 
 from . import plots, results
+from .report import title as implementation_title
 from .trace import watch
 
 VIEW = "application/vnd.jupyter.widget-view+json"
@@ -576,13 +577,16 @@ class Roofline(Explorer):
         self.peers = ipw.Checkbox(value=peers, description="peers", indent=False, layout=ipw.Layout(width="max-content"))
         self.start([self.case, self.peers])
 
+    def _rows(self, impl=None):
+        return [row for row in results.select(self.doc, impl, **self.case.value) if "ms" in row]
+
     def points(self):
         """(label, FLOPs per byte, TFLOP/s, number) of each rung that has the chosen case."""
         from ladder.rungs import RUNGS
 
         found = []
         for rung in RUNGS[: self.upto]:
-            for row in results.select(self.doc, rung.name, **self.case.value):
+            for row in self._rows(rung.name):
                 flops = row["tflops"] * row["ms"]["median"] * 1e9
                 found.append((f"{rung.number:02d} {rung.title}", flops / row["bytes_moved"], row["tflops"], rung.number))
         return found
@@ -590,9 +594,7 @@ class Roofline(Explorer):
     def draw(self):
         levels = []
         if self.peers.value:
-            for row in results.select(self.doc, **self.case.value):
-                if not row["impl"].startswith("step") and "tflops" in row:
-                    levels.append((row["impl"], row["tflops"]))
+            levels = [(implementation_title(r["impl"]), r["tflops"]) for r in self._rows() if not r["impl"].startswith("step")]
         points = self.points()
         figure = plots.roofline(self.doc["limits"], points, lines=levels, title="Where each rung stands")
         if not points:
