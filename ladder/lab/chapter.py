@@ -17,9 +17,10 @@ from IPython.display import Markdown
 from ladder.rungs import RUNGS, find
 
 from . import memory, plots, results
-from .report import title as implementation_title
 from .parity import Oracle
 from .problem import MINILM, SHAPES, AttentionProblem
+from .report import title as implementation_title
+
 
 def plain(seqlen, causal=False):
     """The headline problem: 16 heads of 128 in bf16, 16k tokens in all."""
@@ -48,7 +49,9 @@ def fields(problem):
     return {k: v for k, v in problem.case().items() if k != "mode"}
 
 
-PLAIN = {name: fields(p) for name, p in CASES.items() if p.Hq == p.Hkv and p.D == p.Dv}  # what every rung computes
+PLAIN = {
+    name: fields(p) for name, p in CASES.items() if p.Hq == p.Hkv and p.D == p.Dv
+}  # what every rung computes
 PYTORCH = tuple(rung.name for rung in RUNGS if not rung.needs_triton)
 ALL = {name: fields(p) for name, p in CASES.items()}
 
@@ -62,7 +65,9 @@ def numbers(remeasure=False):
     if not remeasure:
         return results.load("ladder")
     if not torch.cuda.is_available():
-        raise RuntimeError("REMEASURE is True but no CUDA device is here; set it to False to read the recorded numbers")
+        raise RuntimeError(
+            "REMEASURE is True but no CUDA device is here; set it to False to read the recorded numbers"
+        )
     # A process of its own: this one may have Triton's interpreter on, which would be timed in place of the GPU.
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "ladder.json")
@@ -117,7 +122,10 @@ def small_problems(rung):
     if "grouped_heads" in rung.features:
         problems += [
             ("Qwen3-MoE heads, causal", AttentionProblem(**SHAPES["qwen3-moe"], Sq=48, Sk=80, causal=True)),
-            ("DeepSeek-V2-Lite heads, causal", AttentionProblem(**SHAPES["deepseek-v2-lite"], Sq=64, Sk=64, causal=True)),
+            (
+                "DeepSeek-V2-Lite heads, causal",
+                AttentionProblem(**SHAPES["deepseek-v2-lite"], Sq=64, Sk=64, causal=True),
+            ),
         ]
     return problems
 
@@ -127,7 +135,7 @@ def parity(number):
     rung = find(number)
     before = find(number - 1) if number > 1 else None
     lines = [
-        f"| input | shape of q, k, v | float64 oracle | {before.name if before else 'previous rung'} |",
+        f"| input | shapes: q, k, v if unlike k | float64 oracle | {before.name if before else 'previous rung'} |",
         "|:--|:--|:--|:--|",
     ]
     for name, problem in small_problems(rung):
@@ -142,7 +150,7 @@ def parity(number):
             agrees = f"cannot: {reason}"
         else:
             agrees = _word(oracle.agree(out, before.attention(q, k, v, **options)))
-        shapes = " ".join(f"{tuple(x.shape)}" for x in (q, k, v))
+        shapes = " ".join(str(tuple(x.shape)) for x in ((q, k) if v.shape == k.shape else (q, k, v)))
         lines.append(f"| {name}, {problem.dtype} | `{shapes}` | {_word(verdict)} | {agrees} |")
     return Markdown("\n".join(lines))
 
@@ -157,7 +165,10 @@ def _word(verdict):
 def speed(doc, upto, problems=None):
     """Recorded milliseconds, TFLOP/s and peak memory of rungs 1 to ``upto`` on some problems, as a Markdown table."""
     problems = problems or {name: CASES[name] for name in list(CASES)[:2]}
-    lines = ["| problem | rung | ms | TFLOP/s | x the rung before | bytes moved | peak memory | max error / budget |", "|:--|:--|--:|--:|--:|--:|--:|--:|"]
+    lines = [
+        "| problem | rung | ms | TFLOP/s | x the rung before | bytes moved | peak memory | max error / budget |",
+        "|:--|:--|--:|--:|--:|--:|--:|--:|",
+    ]
     for name, problem in problems.items():
         last = None
         for rung in RUNGS[:upto]:
@@ -199,8 +210,15 @@ def speed_bars(doc, upto, problem, *, with_peers=False, note="", title=""):
 
 def against_peers(doc, impl, problems):
     """Recorded TFLOP/s of ``impl`` and of every peer on some problems, as a Markdown table."""
-    peers = list(dict.fromkeys(row["impl"] for row in doc["rows"] if not row["impl"].startswith("step") and "ms" in row))
-    lines = [f"| problem | **{implementation_title(impl)}** | {' | '.join(map(implementation_title, peers))} |", "|:--|" + "--:|" * (1 + len(peers))]
+    peers = list(
+        dict.fromkeys(
+            row["impl"] for row in doc["rows"] if not row["impl"].startswith("step") and "ms" in row
+        )
+    )
+    lines = [
+        f"| problem | **{implementation_title(impl)}** | {' | '.join(map(implementation_title, peers))} |",
+        "|:--|" + "--:|" * (1 + len(peers)),
+    ]
     for name, problem in problems.items():
         speeds = {row["impl"]: row["tflops"] for row in rows(doc, None, problem)}
         cells = [f"{speeds[p]:.0f}" if p in speeds else "-" for p in peers]
@@ -209,9 +227,9 @@ def against_peers(doc, impl, problems):
     return Markdown("\n".join(lines))
 
 
-def memory_picture(upto, lengths=(256, 512, 1024, 2048, 4096)):
+def memory_picture(upto, lengths=(128, 256, 512, 1024, 2048)):
     """Peak bytes of the PyTorch rungs 1 to ``upto`` against S, measured here and now on the CPU, as a Picture."""
-    tiles = dict(tile_q=256, tile_k=128)
+    tiles = dict(tile_q=256, tile_k=256)
     curves = memory_curves(upto, lengths, **tiles)
     growth = {number: peaks[-1] / peaks[-2] for _, _, peaks, number in curves}
     note = (
@@ -232,7 +250,11 @@ def memory_curves(upto, lengths, **tiles):
         options, peaks = tiles if rung.number > 1 else {}, []
         for s in lengths:
             inputs = AttentionProblem(Hq=4, Hkv=4, Sq=s, Sk=s, D=32, Dv=32).make()
-            peaks.append(memory.peak_bytes(lambda q, k, v, run=rung.attention, options=options: run(q, k, v, **options), *inputs))
+            peaks.append(
+                memory.peak_bytes(
+                    lambda q, k, v, run=rung.attention, options=options: run(q, k, v, **options), *inputs
+                )
+            )
         curves.append((f"{rung.number:02d} {rung.title}", list(lengths), peaks, rung.number))
     return curves
 
@@ -252,7 +274,9 @@ def recorded_memory(doc, upto):
     note = f"One sequence, 16 heads of 128, bf16; {results.caption(doc)}."
     if longest[0] < longest[1]:
         note += f" Look at where the first line ends: beyond {plots.tokens(longest[0])} tokens step 01 ran out of memory."
-    return plots.Picture(plots.memory_curves(curves, note=note), f"recorded peak memory of {len(curves)} rungs")
+    return plots.Picture(
+        plots.memory_curves(curves, note=note), f"recorded peak memory of {len(curves)} rungs"
+    )
 
 
 def compared(old, new, pairs):
@@ -284,10 +308,15 @@ def lesson_compiles():
     lines = ["| processor | elements | tile, warps | products run on | spills |", "|:--|:--|:--|:--|:--|"]
     for row in map(json.loads, done.stdout.splitlines()):
         case = row["case"]
-        unit = "wgmma (`HGMMA`)" if row["hgmma"] else "older tensor cores (`HMMA`)" if row["hmma"] else "ordinary multipliers (`FFMA`)"
+        unit = (
+            "wgmma (`HGMMA`)"
+            if row["hgmma"]
+            else "older tensor cores (`HMMA`)"
+            if row["hmma"]
+            else "ordinary multipliers (`FFMA`)"
+        )
         spills = "**yes**" if row["spill_loads"] + row["spill_stores"] + row["local"] else "no"
         precision = f", {case['precision']}" if case["dtype"] == "float32" else ""
         tile = f"{case['BLOCK_M']} x {case['BLOCK_N']}, {case['num_warps']}"
         lines.append(f"| {case['target']} | {case['dtype']}{precision} | {tile} | {unit} | {spills} |")
     return Markdown("\n".join(lines))
-

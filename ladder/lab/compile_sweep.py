@@ -38,7 +38,9 @@ def compile_step05(head_dim, head_dim_v, *, target="sm_90", causal=False, dtype=
     Returns:
         (configuration, ladder.lab.compile.Compiled).
     """
-    step05 = importlib.import_module("ladder.step05_fused.attention")  # the package's attribute is the function
+    step05 = importlib.import_module(
+        "ladder.step05_fused.attention"
+    )  # the package's attribute is the function
     from ladder.step05_fused.kernel import fused_attention_forward
 
     launches = []
@@ -76,7 +78,9 @@ def describe(config, compiled, head_dim, head_dim_v, dtype):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lesson", action="store_true", help="compile the settings of chapter 05 and print a JSON row each")
+    parser.add_argument(
+        "--lesson", action="store_true", help="compile the settings of chapter 05 and print a JSON row each"
+    )
     parser.add_argument("--output", default=str(results.FOLDER / "step05_compile.json"))
     args = parser.parse_args()
     if args.lesson:

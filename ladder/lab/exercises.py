@@ -6,8 +6,8 @@ cases that break plausible answers.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import torch
 
@@ -57,7 +57,9 @@ def run(exercise, level, answer):
     except NotYet as reason:
         return str(reason)
     except Exception as error:  # an answer under construction may do anything
-        return f"it raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
+        return f"it raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(
+            ": "
+        )
     return None
 
 
@@ -104,7 +106,9 @@ def _close(got, expected, case, what="the result", tolerance=1e-4):
     got, expected = got.double(), expected.double()
     error = torch.where(got == expected, 0.0, (got - expected).abs())
     worst = float(torch.nan_to_num(error, nan=math.inf).max()) if error.numel() else 0.0
-    limit = tolerance * max(1.0, float(expected[torch.isfinite(expected)].abs().max()) if torch.isfinite(expected).any() else 1.0)
+    limit = tolerance * max(
+        1.0, float(expected[torch.isfinite(expected)].abs().max()) if torch.isfinite(expected).any() else 1.0
+    )
     if not worst <= limit:
         raise NotYet(f"{case}: {what} is off by {worst:.2g}; want within {limit:.2g}")
 
@@ -113,7 +117,10 @@ def _number(got, expected, case, tolerance=0.0):
     if isinstance(got, bool) or not isinstance(got, (int, float)):
         raise NotYet(f"the result is {type(got).__name__}; want a number")
     if not abs(got - expected) <= tolerance * abs(expected):
-        raise NotYet(f"{case}: {got:.6g}; want {expected:.6g}" + (f" within {100 * tolerance:.0f} %" if tolerance else ""))
+        raise NotYet(
+            f"{case}: {got:.6g}; want {expected:.6g}"
+            + (f" within {100 * tolerance:.0f} %" if tolerance else "")
+        )
 
 
 def _held(function, args, limit, why):
@@ -236,9 +243,16 @@ def _two_pass_strict(answer):
     _close(answer(q, -k, v, 8), _two_pass_reference(q, -k, v), "scores near +320, 30 keys, tiles of 8")
     q, k, v = _noise(64, 16), _noise(2048, 16, seed=3), _noise(2048, 16, seed=4)
     _close(answer(q, k, v, 32), _two_pass_reference(q, k, v), "64 queries, 2048 keys, tiles of 32")
-    _held(answer, (q, k, v, 32), 8 * 64 * 32 * 4, "a tile of scores has 64 x 32 elements, the matrix 64 x 2048")
+    _held(
+        answer, (q, k, v, 32), 8 * 64 * 32 * 4, "a tile of scores has 64 x 32 elements, the matrix 64 x 2048"
+    )
     q, k, v = torch.zeros(2, 16).half(), torch.zeros(4096, 16).half(), torch.full((4096, 8), 0.1).half()
-    _close(answer(q, k, v, 64).float(), v[:2].float(), "4096 equal keys in float16: sums need float32", tolerance=2e-3)
+    _close(
+        answer(q, k, v, 64).float(),
+        v[:2].float(),
+        "4096 equal keys in float16: sums need float32",
+        tolerance=2e-3,
+    )
 
 
 _exercise(
@@ -264,7 +278,11 @@ def _fold_all(answer, scores, values, tile):
         if not isinstance(state, tuple) or len(state) != 3:
             raise NotYet(f"the result is {type(state).__name__}; want a tuple (m, l, acc)")
         m, total, acc = state
-        for got, name, like in ((m, "m", scores[:, 0]), (total, "l", scores[:, 0]), (acc, "acc", scores[:, :1] * values[:1])):
+        for got, name, like in (
+            (m, "m", scores[:, 0]),
+            (total, "l", scores[:, 0]),
+            (acc, "acc", scores[:, :1] * values[:1]),
+        ):
             _tensor(got, like.shape, name)
     return m, total, acc
 
@@ -347,13 +365,17 @@ _exercise(
 
 def _hidden_case(answer, seqlen_q, seqlen_k):
     got = answer(seqlen_q, seqlen_k)
-    want = torch.tensor([[j > i + seqlen_k - seqlen_q for j in range(seqlen_k)] for i in range(seqlen_q)]).view(seqlen_q, seqlen_k)
+    want = torch.tensor(
+        [[j > i + seqlen_k - seqlen_q for j in range(seqlen_k)] for i in range(seqlen_q)]
+    ).view(seqlen_q, seqlen_k)
     _tensor(got, want.shape)
     if got.dtype != torch.bool:
         raise NotYet(f"the result has dtype {got.dtype}; want torch.bool, True where a key is hidden")
     if not torch.equal(got, want):
         i, j = (got != want).nonzero()[0].tolist()
-        raise NotYet(f"Sq = {seqlen_q}, Sk = {seqlen_k}: query {i} and key {j} are {'hidden' if got[i, j] else 'visible'}; want the opposite")
+        raise NotYet(
+            f"Sq = {seqlen_q}, Sk = {seqlen_k}: query {i} and key {j} are {'hidden' if got[i, j] else 'visible'}; want the opposite"
+        )
 
 
 def _hidden_visible(answer):
@@ -392,7 +414,12 @@ def _grouped_strict(answer):
         _grouped_case(answer, num_heads, num_kv_heads, 5, 7, 8)
     q, k = _grouped_case(answer, 8, 2, 4, 512, 64)
     scores = 8 * 4 * 512 * 4
-    _held(answer, (q, k), scores + 8 * 4 * 64 * 4, f"the scores take {scores:,}; K must not be copied for each query head")
+    _held(
+        answer,
+        (q, k),
+        scores + 8 * 4 * 64 * 4,
+        f"the scores take {scores:,}; K must not be copied for each query head",
+    )
 
 
 _exercise(
@@ -443,9 +470,9 @@ _exercise(
 # ---------------------------------------------------------------- chapter 05: kernels, in Triton's interpreter
 
 
-def _guarded(tensor, margin=64):
-    """A flat buffer with NaN before and after a copy of ``tensor``; returns (buffer, view of the copy)."""
-    buffer = torch.full((tensor.numel() + 2 * margin,), math.nan, dtype=tensor.dtype)
+def _guarded(tensor, margin=64, outside=math.nan):
+    """A flat buffer with ``outside`` before and after a copy of ``tensor``; returns (buffer, view of the copy)."""
+    buffer = torch.full((tensor.numel() + 2 * margin,), outside, dtype=tensor.dtype)
     view = buffer[margin : margin + tensor.numel()].view(tensor.shape)
     view.copy_(tensor)
     return buffer, view
@@ -455,11 +482,15 @@ def _written(buffer, view, case):
     """Refuse a kernel that left outputs unwritten or wrote outside them."""
     missing = int(torch.isnan(view).sum())
     if missing:
-        raise NotYet(f"{case}: {missing} of {view.numel()} outputs are NaN: never written, or computed from NaN")
+        raise NotYet(
+            f"{case}: {missing} of {view.numel()} outputs are NaN: never written, or computed from NaN"
+        )
     inside = view.storage_offset(), view.storage_offset() + view.numel()
     outside = torch.cat([buffer[: inside[0]], buffer[inside[1] :]])
     if not torch.isnan(outside).all():
-        raise NotYet(f"{case}: {int((~torch.isnan(outside)).sum())} elements outside the output were overwritten")
+        raise NotYet(
+            f"{case}: {int((~torch.isnan(outside)).sum())} elements outside the output were overwritten"
+        )
 
 
 def _empty(*shape):
@@ -467,7 +498,7 @@ def _empty(*shape):
 
 
 def _scale_case(kernel, n, block, factor):
-    _, x = _guarded(_noise(n))
+    _, x = _guarded(_noise(n), outside=5.0)  # a store past the end then shows
     buffer, out = _empty(n)
     kernel[(-(-n // block),)](x, out, n, factor, BLOCK=block)
     _written(buffer, out, f"{n} elements, BLOCK {block}")
@@ -532,7 +563,17 @@ def _attend_case(kernel, seqlen_k, case, order=None, head_dim=16, block_m=16, bl
     _, k_view = _guarded(k, margin=block_n * head_dim)  # past the last key lies NaN
     _, v_view = _guarded(v, margin=block_n * head_dim)
     buffer, out = _empty(block_m, head_dim)
-    kernel[(1,)](q_view, k_view, v_view, out, seqlen_k, head_dim**-0.5, BLOCK_M=block_m, BLOCK_N=block_n, HEAD_DIM=head_dim)
+    kernel[(1,)](
+        q_view,
+        k_view,
+        v_view,
+        out,
+        seqlen_k,
+        head_dim**-0.5,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        HEAD_DIM=head_dim,
+    )
     _written(buffer, out, case)
     _close(out, reference(q[None, None], k[None, None], v[None, None])[0][0, 0], case, tolerance=1e-3)
 

@@ -32,7 +32,9 @@ class Explorer(ipw.VBox):
 
     def start(self, *rows):
         """Lay out rows of controls, redraw when one changes, draw once."""
-        self.picture = ipw.Image(format="png", layout=ipw.Layout(max_width="100%"), width=round(plots.WIDTH * plots.SHOWN_DPI))
+        self.picture = ipw.Image(
+            format="png", layout=ipw.Layout(max_width="100%"), width=round(plots.WIDTH * plots.SHOWN_DPI)
+        )
         self.readout = ipw.HTML()
         for row in rows:
             for control in row:
@@ -53,7 +55,9 @@ class Explorer(ipw.VBox):
     def still(self):
         """The picture with its readout as a caption, as PNG bytes."""
         figure, text = plots.styled(self.draw)()
-        return plots.png(plots.caption(figure, html.unescape(re.sub(r"<br>", "\n", re.sub(r"</?(?!br)[^>]*>", "", text)))))
+        return plots.png(
+            plots.caption(figure, html.unescape(re.sub(r"<br>", "\n", re.sub(r"</?(?!br)[^>]*>", "", text))))
+        )
 
     def __repr__(self):
         return f"{self.title} (run the cell to drive it)"
@@ -114,7 +118,9 @@ class PredictThenMeasure(Explorer):
             value=math.sqrt(low * high), min=math.log10(low), max=math.log10(high), step=0.01, readout_format=".3g",
             description="my prediction", style={"description_width": "initial"}, layout=ipw.Layout(width="420px"),
         )  # fmt: skip
-        self.reveal = ipw.Button(description="measure", button_style="primary", tooltip="show the measurement")
+        self.reveal = ipw.Button(
+            description="measure", button_style="primary", tooltip="show the measurement"
+        )
         self.reveal.on_click(self._commit)
         self.answer = ipw.HTML("<i>Move the slider, then press the button.</i>")
         asked = ipw.HTML(f"<b>Predict:</b> {self.question}")
@@ -139,9 +145,7 @@ class PredictThenMeasure(Explorer):
             )
 
         rows = bar("predicted", self.committed, plots.ORANGE) + bar("measured", self.measured, plots.BLUE)
-        self.answer.value = (
-            f'<table style="width:100%;max-width:760px">{rows}</table><p>{verdict} {self.because} {self._source()}</p>'
-        )
+        self.answer.value = f'<table style="width:100%;max-width:760px">{rows}</table><p>{verdict} {self.because} {self._source()}</p>'
 
     def _source(self):
         return f"<i>({self.source})</i>" if self.source else ""
@@ -180,8 +184,12 @@ def highlight(code):
     done, last = [], 0
     for match in _TOKENS.finditer(code):
         kind, text = match.lastgroup, html.escape(match.group(), quote=False)
-        weight = ";font-weight:600" if kind == "keyword" else ";font-style:italic" if kind == "comment" else ""
-        span = "\n".join(f'<span style="color:{_COLOURS[kind]}{weight}">{line}</span>' for line in text.split("\n"))
+        weight = (
+            ";font-weight:600" if kind == "keyword" else ";font-style:italic" if kind == "comment" else ""
+        )
+        span = "\n".join(
+            f'<span style="color:{_COLOURS[kind]}{weight}">{line}</span>' for line in text.split("\n")
+        )
         done += [html.escape(code[last : match.start()], quote=False), span]
         last = match.end()
     return "".join(done) + html.escape(code[last:], quote=False)
@@ -206,7 +214,7 @@ def _without_docstrings(code):
 
 
 def where(thing):
-    """"ladder/step02_tiled/attention.py: attention": where a function's source stands."""
+    """ "ladder/step02_tiled/attention.py: attention": where a function's source stands."""
     function = inspect.unwrap(getattr(thing, "fn", thing))
     return f"{function.__module__.replace('.', '/')}.py: {function.__name__}"
 
@@ -233,7 +241,10 @@ class Source:
 
 def diff_lines(old, new):
     """[(sign, old line or None, new line or None)] of two sources; sign is " ", "-", "+" or "~" for a replaced line."""
-    old, new = (source_of(x).rstrip().split("\n") if not isinstance(x, str) else x.rstrip().split("\n") for x in (old, new))
+    old, new = (
+        source_of(x).rstrip().split("\n") if not isinstance(x, str) else x.rstrip().split("\n")
+        for x in (old, new)
+    )
     lines = []
     for tag, i0, i1, j0, j1 in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
         if tag == "equal":
@@ -254,13 +265,18 @@ class RungDiff(Explorer):
     """
 
     title = "diff"
-    OLD, NEW = "rgba(230,159,0,.25)", "rgba(0,114,178,.20)"  # orange and blue, and a sign, for colour-blind readers
+    OLD, NEW = (
+        "rgba(230,159,0,.25)",
+        "rgba(0,114,178,.20)",
+    )  # orange and blue, and a sign, for colour-blind readers
 
     def __init__(self, old, new):
         super().__init__()
         self.old, self.new = old, new
         self.lines = diff_lines(old, new)
-        self.style = ipw.ToggleButtons(options=["unified", "side by side", "changes only"], style={"button_width": "110px"})
+        self.style = ipw.ToggleButtons(
+            options=["unified", "side by side", "changes only"], style={"button_width": "110px"}
+        )
         self.body = ipw.HTML()
         self.style.observe(self._show, "value")
         self.children = [self.style, self.body]
@@ -272,7 +288,11 @@ class RungDiff(Explorer):
         return sum(sign in "+~" for sign, _, _ in self.lines)
 
     def _show(self, change=None):
-        self.body.value = self.side_by_side() if self.style.value == "side by side" else self.unified(self.style.value == "changes only")
+        self.body.value = (
+            self.side_by_side()
+            if self.style.value == "side by side"
+            else self.unified(self.style.value == "changes only")
+        )
 
     def _head(self):
         gone = sum(sign in "-~" for sign, _, _ in self.lines)
@@ -340,8 +360,11 @@ class TileStepper(Explorer):
     def __init__(self, attention, q, k, v, *, head=0, **options):
         super().__init__()
         self.watched = watch(attention, q, k, v, **options)
-        self.head, self.rows, self.columns = head, q.shape[2] * (q.shape[1] // k.shape[1]), k.shape[2]
-        self.causal, self.offset = options.get("causal", False), k.shape[2] - q.shape[2]
+        self.head, self.group = (
+            head,
+            q.shape[1] // k.shape[1],
+        )  # a tile of step 04 holds the rows of a whole group
+        self.rows, self.columns = q.shape[2] * self.group, k.shape[2]
         self.name = attention.__module__.split(".")[1]
         self.step = slider("tile", 1, 0, len(self.watched.steps))
         self.row = slider("row of the tile", 0, 0, self.watched.steps[0].row_max.shape[2] - 1, width="280px")
@@ -356,17 +379,25 @@ class TileStepper(Explorer):
         grid = np.full((self.rows, self.columns), np.nan)
         for step in self.watched.steps[: self.step.value]:
             scores = step.scores[0, self.head].numpy()
-            grid[step.q0 : step.q0 + scores.shape[0], step.k0 : step.k0 + scores.shape[1]] = scores
+            top = step.q0 * self.group
+            grid[top : top + scores.shape[0], step.k0 : step.k0 + scores.shape[1]] = scores
         shown = np.ma.masked_invalid(grid)
         every = torch.cat([s.scores[0, self.head].flatten() for s in self.watched.steps])
         finite = every[torch.isfinite(every)]
-        matrix.imshow(shown, cmap="cividis", vmin=float(finite.min()), vmax=float(finite.max()), extent=(0, self.columns, self.rows, 0))
-        for q0 in range(0, self.rows, self.watched.tile_q):
+        matrix.imshow(
+            shown,
+            cmap="cividis",
+            vmin=float(finite.min()),
+            vmax=float(finite.max()),
+            extent=(0, self.columns, self.rows, 0),
+        )
+        height = self.watched.tile_q * self.group
+        for q0 in range(0, self.rows, height):
             for k0 in range(0, self.columns, self.watched.tile_k):
-                extent = min(self.watched.tile_k, self.columns - k0), min(self.watched.tile_q, self.rows - q0)
+                extent = min(self.watched.tile_k, self.columns - k0), min(height, self.rows - q0)
                 matrix.add_patch(Rectangle((k0, q0), *extent, fill=False, edgecolor=plots.GREY, lw=0.8))
         step = self.state()
-        matrix.set(xlabel="key", ylabel="query")
+        matrix.set(xlabel="key", ylabel="query" if self.group == 1 else "row: head by head")
         matrix.set_title("scores seen so far")
         if step is None:
             vector.set(xticks=[], yticks=[])
@@ -374,24 +405,37 @@ class TileStepper(Explorer):
             return figure, f"{self.name}: {len(self.watched.steps)} tiles to come. Nothing has moved."
         scores = step.scores[0, self.head]
         row = min(self.row.value, scores.shape[0] - 1)
-        matrix.add_patch(Rectangle((step.k0, step.q0), scores.shape[1], scores.shape[0], fill=False, edgecolor=plots.RED, lw=3))
-        matrix.plot([step.k0, step.k0 + scores.shape[1]], [step.q0 + row + 0.5] * 2, color=plots.RED, lw=1.5, ls=":")
+        top = step.q0 * self.group
+        matrix.add_patch(
+            Rectangle((step.k0, top), scores.shape[1], scores.shape[0], fill=False, edgecolor=plots.RED, lw=3)
+        )
+        matrix.plot(
+            [step.k0, step.k0 + scores.shape[1]], [top + row + 0.5] * 2, color=plots.RED, lw=1.5, ls=":"
+        )
 
         maximum = float(step.row_max[0, self.head, row])
         text = f"<b>{self.name}</b>, tile {self.step.value} of {len(self.watched.steps)}"
         if step.sweep == 1 and step.acc is None:
-            text += f", pass 1. Row {step.q0 + row}: maximum so far {maximum:.3f}; no exponential taken yet."
+            text += f", pass 1. Row {top + row}: maximum so far {maximum:.3f}; no exponential taken yet."
             vector.set(xticks=[], yticks=[])
-            vector.text(0.5, 0.5, f"pass 1 keeps one number a row:\nm = {maximum:.3f}", ha="center", transform=vector.transAxes)
+            vector.text(
+                0.5,
+                0.5,
+                f"pass 1 keeps one number a row:\nm = {maximum:.3f}",
+                ha="center",
+                transform=vector.transAxes,
+            )
         else:
             total, acc = float(step.row_sum[0, self.head, row]), step.acc[0, self.head, row].numpy()
-            text += f". Row {step.q0 + row}: maximum m = {maximum:.3f}, sum l = {total:.3f}"
+            text += f". Row {top + row}: maximum m = {maximum:.3f}, sum l = {total:.3f}"
             if step.rescale is not None:
-                text += f", what was there before was multiplied by {float(step.rescale[0, self.head, row]):.3f}"
+                text += (
+                    f", what was there before was multiplied by {float(step.rescale[0, self.head, row]):.3f}"
+                )
             vector.bar(np.arange(len(acc)), acc, color=plots.SKY, edgecolor=plots.INK, lw=0.5)
             vector.axhline(0, color=plots.INK, lw=0.8)
             vector.set_xlabel("value dimension")
-            vector.set_title(f"accumulator of row {step.q0 + row}")
+            vector.set_title(f"accumulator of row {top + row}")
             text += "."
         text += f"<br>Bytes loaded and stored by all heads so far: {step.num_bytes:,} of {self.watched.num_bytes:,}."
         return figure, text
@@ -422,7 +466,9 @@ class OnlineSoftmaxExplorer(Explorer):
     def states(self):
         """The Steps of step 03 on one query and these scores."""
         scores = torch.tensor([s.value for s in self.scores]).view(1, 1, -1, 1)
-        run = watch(self.attention, torch.ones(1, 1, 1, 1), scores, self.values, scale=1.0, tile_q=1, tile_k=self.TILE)
+        run = watch(
+            self.attention, torch.ones(1, 1, 1, 1), scores, self.values, scale=1.0, tile_q=1, tile_k=self.TILE
+        )
         return run.steps
 
     def draw(self):
@@ -435,7 +481,13 @@ class OnlineSoftmaxExplorer(Explorer):
         colours = [plots.BLUE if i < seen else plots.PALE for i in position]
         left.bar(position, scores, color=colours, edgecolor=plots.INK, lw=0.5)
         for n, m in enumerate(maxima):
-            left.plot([n * 2 - 0.45, n * 2 + 1.45], [m, m], color=plots.RED, lw=2.5, label="running maximum m" if n == 0 else None)
+            left.plot(
+                [n * 2 - 0.45, n * 2 + 1.45],
+                [m, m],
+                color=plots.RED,
+                lw=2.5,
+                label="running maximum m" if n == 0 else None,
+            )
         for edge in range(self.TILE, len(scores), self.TILE):
             left.axvline(edge - 0.5, color=plots.GREY, lw=0.8, ls=":")
         left.axhline(0, color=plots.INK, lw=0.8)
@@ -445,8 +497,23 @@ class OnlineSoftmaxExplorer(Explorer):
 
         final = np.exp(scores[:seen] - maxima[-1])
         at_time = np.exp(scores[:seen] - np.repeat(maxima, self.TILE))
-        right.bar(position[:seen] - 0.2, at_time, width=0.4, color=plots.PAPER, edgecolor=plots.INK, hatch="///", label="exp(s - m) when its tile was live")
-        right.bar(position[:seen] + 0.2, final, width=0.4, color=plots.BLUE, edgecolor=plots.INK, label="after every rescale since")
+        right.bar(
+            position[:seen] - 0.2,
+            at_time,
+            width=0.4,
+            color=plots.PAPER,
+            edgecolor=plots.INK,
+            hatch="///",
+            label="exp(s - m) when its tile was live",
+        )
+        right.bar(
+            position[:seen] + 0.2,
+            final,
+            width=0.4,
+            color=plots.BLUE,
+            edgecolor=plots.INK,
+            label="after every rescale since",
+        )
         right.set(xticks=position, xlabel="key", ylim=(0, 1.45), xlim=(-0.6, len(scores) - 0.4))
         right.legend(loc="upper left")
         right.set_title("what the accumulator holds")
@@ -477,7 +544,9 @@ class TileMapExplorer(Explorer):
         self.seqlen_k = slider("Sk", seqlen_k, 1, 256)
         self.tile_q = choice("tile_q", (16, 32, 64, 128), tile_q)
         self.tile_k = choice("tile_k", (16, 32, 64, 128), tile_k)
-        self.causal = ipw.Checkbox(value=causal, description="causal", indent=False, layout=ipw.Layout(width="max-content"))
+        self.causal = ipw.Checkbox(
+            value=causal, description="causal", indent=False, layout=ipw.Layout(width="max-content")
+        )
         self.start([self.seqlen_q, self.seqlen_k], [self.tile_q, self.tile_k, self.causal])
 
     def counts(self):
@@ -486,7 +555,13 @@ class TileMapExplorer(Explorer):
         return {kind: kinds.count(kind) for kind in plots.KINDS}
 
     def _shape(self):
-        return self.seqlen_q.value, self.seqlen_k.value, self.tile_q.value, self.tile_k.value, self.causal.value
+        return (
+            self.seqlen_q.value,
+            self.seqlen_k.value,
+            self.tile_q.value,
+            self.tile_k.value,
+            self.causal.value,
+        )
 
     def draw(self):
         figure, axes = plots.canvas(3.6)
@@ -498,13 +573,19 @@ class TileMapExplorer(Explorer):
             min(tile_q, seqlen_q - q0) * min(tile_k, seqlen_k - k0)
             for (q0, k0), kind in plots.tile_kinds(*self._shape()).items() if kind != "skipped"
         )  # fmt: skip
-        visible = sum(min(seqlen_k, max(0, i + 1 + seqlen_k - seqlen_q)) for i in range(seqlen_q)) if causal else seqlen_q * seqlen_k
+        visible = (
+            sum(min(seqlen_k, max(0, i + 1 + seqlen_k - seqlen_q)) for i in range(seqlen_q))
+            if causal
+            else seqlen_q * seqlen_k
+        )
         computed = counts["whole"] + counts["cut"]
         text = (
             f"{counts['whole']} whole, {counts['cut']} cut, {counts['skipped']} skipped: {computed} of {sum(counts.values())} tiles computed. "
             f"Visible pairs {visible:,}; pairs in computed tiles {pairs:,}"
         )
-        text += f", so {100 * (1 - visible / pairs):.0f} % of the arithmetic is masked away." if pairs else "."
+        text += (
+            f", so {100 * (1 - visible / pairs):.0f} % of the arithmetic is masked away." if pairs else "."
+        )
         blind = max(0, seqlen_q - seqlen_k) if causal else 0
         if blind:
             text += f"<br>The first {blind} rows see no key: their output is 0."
@@ -525,7 +606,9 @@ class NaiveCostExplorer(Explorer):
         self.seqlen = choice("S", [(plots.tokens(1 << n), 1 << n) for n in range(9, 18)], seqlen)
         self.num_heads = choice("heads", (1, 8, 16, 32, 128), num_heads)
         self.head_dim = choice("head size", (32, 64, 128), head_dim)
-        self.causal = ipw.Checkbox(value=False, description="causal", indent=False, layout=ipw.Layout(width="max-content"))
+        self.causal = ipw.Checkbox(
+            value=False, description="causal", indent=False, layout=ipw.Layout(width="max-content")
+        )
         self.start([self.seqlen, self.num_heads, self.head_dim, self.causal])
 
     def costs(self):
@@ -535,7 +618,9 @@ class NaiveCostExplorer(Explorer):
         from .problem import AttentionProblem
 
         s, h, d = self.seqlen.value, self.num_heads.value, self.head_dim.value
-        problem = AttentionProblem(Hq=h, Hkv=h, Sq=s, Sk=s, D=d, Dv=d, causal=self.causal.value, dtype="bfloat16")
+        problem = AttentionProblem(
+            Hq=h, Hkv=h, Sq=s, Sk=s, D=d, Dv=d, causal=self.causal.value, dtype="bfloat16"
+        )
         moved = step01_naive.bytes_moved(problem)
         flops = 4 * h * s * s * d  # the naive rung computes the hidden half of a causal square too
         return {
@@ -550,7 +635,9 @@ class NaiveCostExplorer(Explorer):
             ("two products", c["compute_ms"], plots.BLUE),
             ("Q, K, V, out once", c["inputs"] / self.limits["read_tbs"] / 1e9, plots.GREEN),
         ]
-        figure = plots.bars(entries, unit="milliseconds at the machine's limits", log=True, title="Least time of step 01")
+        figure = plots.bars(
+            entries, unit="milliseconds at the machine's limits", log=True, title="Least time of step 01"
+        )
         text = (
             f"Score matrix {plots.size(c['matrix'])}; moved in all {plots.size(c['moved'])}; inputs and output "
             f"{plots.size(c['inputs'])}; {c['flops'] / c['moved']:.0f} FLOPs a byte where the machine balances at "
@@ -574,7 +661,9 @@ class Roofline(Explorer):
         super().__init__()
         self.doc, self.upto = doc, upto
         self.case = choice("problem", list(cases.items()))
-        self.peers = ipw.Checkbox(value=peers, description="peers", indent=False, layout=ipw.Layout(width="max-content"))
+        self.peers = ipw.Checkbox(
+            value=peers, description="peers", indent=False, layout=ipw.Layout(width="max-content")
+        )
         self.start([self.case, self.peers])
 
     def _rows(self, impl=None):
@@ -588,13 +677,24 @@ class Roofline(Explorer):
         for rung in RUNGS[: self.upto]:
             for row in self._rows(rung.name):
                 flops = row["tflops"] * row["ms"]["median"] * 1e9
-                found.append((f"{rung.number:02d} {rung.title}", flops / row["bytes_moved"], row["tflops"], rung.number))
+                found.append(
+                    (
+                        f"{rung.number:02d} {rung.title}",
+                        flops / row["bytes_moved"],
+                        row["tflops"],
+                        rung.number,
+                    )
+                )
         return found
 
     def draw(self):
         levels = []
         if self.peers.value:
-            levels = [(implementation_title(r["impl"]), r["tflops"]) for r in self._rows() if not r["impl"].startswith("step")]
+            levels = [
+                (implementation_title(r["impl"]), r["tflops"])
+                for r in self._rows()
+                if not r["impl"].startswith("step")
+            ]
         points = self.points()
         figure = plots.roofline(self.doc["limits"], points, lines=levels, title="Where each rung stands")
         if not points:
@@ -622,7 +722,9 @@ class ModelMemoryExplorer(Explorer):
 
     def __init__(self):
         super().__init__()
-        self.weights = choice("weights", [("bf16, 2 bytes", 2.0), ("fp8, 1 byte", 1.0), ("4 bits, 0.5 byte", 0.5)])
+        self.weights = choice(
+            "weights", [("bf16, 2 bytes", 2.0), ("fp8, 1 byte", 1.0), ("4 bits, 0.5 byte", 0.5)]
+        )
         self.layout_ = choice("attention", ["MHA", "GQA, 8 KV heads", "MLA latent"], "MLA latent")
         self.context = choice("context", [(plots.tokens(1 << n), 1 << n) for n in range(12, 18)], 1 << 15)
         self.requests = slider("requests at once", 64, 1, 256)
@@ -635,7 +737,8 @@ class ModelMemoryExplorer(Explorer):
         numbers = {
             "MHA": 2 * cls.HEADS * cls.HEAD_DIM,  # a key and a value for each head
             "GQA, 8 KV heads": 2 * 8 * cls.HEAD_DIM,
-            "MLA latent": cls.LATENT + cls.ROTARY,  # one latent vector and one rotary key, shared by all heads
+            "MLA latent": cls.LATENT
+            + cls.ROTARY,  # one latent vector and one rotary key, shared by all heads
         }
         return 2 * cls.LAYERS * numbers[layout]
 
@@ -643,13 +746,26 @@ class ModelMemoryExplorer(Explorer):
         """{"weights", "cache": bytes, "gpus": how many GPUs hold both, a tenth of each kept free}."""
         weights = self.PARAMETERS * self.weights.value
         cache = self.kv_bytes_per_token(self.layout_.value) * self.context.value * self.requests.value
-        return {"weights": weights, "cache": cache, "gpus": math.ceil((weights + cache) / (0.9 * self.gpu.value))}
+        return {
+            "weights": weights,
+            "cache": cache,
+            "gpus": math.ceil((weights + cache) / (0.9 * self.gpu.value)),
+        }
 
     def draw(self):
         n = self.needs()
         figure, axes = plots.canvas(1.9)
         axes.barh(0, n["weights"] / 1e12, color=plots.BLUE, edgecolor=plots.INK, lw=0.6, label="weights")
-        axes.barh(0, n["cache"] / 1e12, left=n["weights"] / 1e12, color=plots.ORANGE, edgecolor=plots.INK, lw=0.6, hatch="///", label="KV cache")
+        axes.barh(
+            0,
+            n["cache"] / 1e12,
+            left=n["weights"] / 1e12,
+            color=plots.ORANGE,
+            edgecolor=plots.INK,
+            lw=0.6,
+            hatch="///",
+            label="KV cache",
+        )
         total = (n["weights"] + n["cache"]) / 1e12
         axes.axvline(0.9 * self.gpu.value / 1e12, color=plots.RED, lw=2, label="what one GPU can hold")
         axes.set(xlabel="TB", yticks=[], ylim=(-0.6, 1.1), xlim=(0, total * 1.05))
@@ -683,7 +799,14 @@ class LaunchExplorer(Explorer):
         def values(name):
             return sorted({c[name] for c in cases})
 
-        self.head = choice("head size", [(f"{d}" if d == dv else f"{d}/{dv}", (d, dv)) for d, dv in sorted({(c["D"], c["Dv"]) for c in cases})], (128, 128))
+        self.head = choice(
+            "head size",
+            [
+                (f"{d}" if d == dv else f"{d}/{dv}", (d, dv))
+                for d, dv in sorted({(c["D"], c["Dv"]) for c in cases})
+            ],
+            (128, 128),
+        )
         self.block_m = choice("BLOCK_M", values("BLOCK_M"), 128)
         self.block_n = choice("BLOCK_N", values("BLOCK_N"), 128)
         self.num_warps = choice("warps", values("num_warps"), 8)
@@ -718,7 +841,11 @@ class LaunchExplorer(Explorer):
             ("registers a thread", 100 * row["registers"] / 255, plots.BLUE),
             ("shared memory", 100 * row["shared"] / self.SHARED, plots.ORANGE),
         ]
-        figure = plots.bars(entries, unit="% of the limit (255 registers a thread, 227 KiB a program)", title="What one program takes")
+        figure = plots.bars(
+            entries,
+            unit="% of the limit (255 registers a thread, 227 KiB a program)",
+            title="What one program takes",
+        )
         figure.axes[0].axvline(100, color=plots.RED, lw=2)
         figure.axes[0].set_xlim(0, max(115, 1.14 * max(v for _, v, _ in entries)))
         if row["shared"] > self.SHARED:
@@ -728,7 +855,13 @@ class LaunchExplorer(Explorer):
         else:
             n = self.programs_per_sm(row)
             verdict = f"no spills; {n} program{'s' if n != 1 else ''} of {row['case']['num_warps']} warps on each SM"
-        unit = "wgmma (HGMMA)" if row["hgmma"] else "older tensor-core (HMMA)" if row["hmma"] else "no tensor-core"
+        unit = (
+            "wgmma (HGMMA)"
+            if row["hgmma"]
+            else "older tensor-core (HMMA)"
+            if row["hmma"]
+            else "no tensor-core"
+        )
         text = (
             f"{row['registers']} registers a thread, {row['shared'] / 1024:.0f} KiB shared: {verdict}.<br>"
             f"Products use {unit} instructions: {row['hgmma']} HGMMA, {row['hmma']} HMMA in the code. "
