@@ -43,6 +43,7 @@ def compile_step05(head_dim, head_dim_v, *, target="sm_90", causal=False, dtype=
     )  # the package's attribute is the function
     from ladder.step05_fused.kernel import fused_attention_forward
 
+    capability = divmod(int(target.removeprefix("sm_")), 10)
     launches = []
 
     class Recorder:
@@ -55,7 +56,7 @@ def compile_step05(head_dim, head_dim_v, *, target="sm_90", causal=False, dtype=
     v = torch.empty(1, 2, 256, head_dim_v, dtype=dtype)
     with (
         mock.patch.object(step05, "_kernel", lambda *_: Recorder()),
-        mock.patch.object(step05, "shared_memory", lambda *_: SHARED_MEMORY_LIMIT[target]),
+        mock.patch.object(step05, "processor", lambda *_: (SHARED_MEMORY_LIMIT[target], capability)),
     ):
         step05.attention(q, k, v, causal=causal)
     args, config = launches[0]
