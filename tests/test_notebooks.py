@@ -2,12 +2,15 @@
 
 import ast
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from ladder.lab import results
+from ladder.lab import interpret, results
 from ladder.lab.widgets import diff_lines
 from ladder.rungs import RUNGS, find
 
@@ -172,3 +175,31 @@ def test_kernel_loop_is_the_loop_of_step_04():
         for name in ("scores", "new_max", "finite_max", "rescale", "probs", "row_sum")
     ]
     assert order == sorted(order)
+
+
+@pytest.mark.skipif(not interpret.has_triton(), reason="Triton is not installed")
+def test_recorded_compiler_output_is_of_this_kernel():
+    """Compiling now gives the verdicts that the chapter tells and that the recorded sweep holds."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "ladder.lab.compile_sweep", "--lesson"]
+    done = subprocess.run(command, cwd=FOLDER.parent, env=env, capture_output=True, text=True, check=True)
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    units = ["hgmma" if row["hgmma"] else "hmma" if row["hmma"] else "ffma" for row in rows]
+    assert units == ["hmma", "hgmma", "hgmma", "ffma", "hmma", "hgmma"]
+    assert [bool(row["spill_loads"] + row["local"]) for row in rows] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
+    sweep = results.load("step05_compile")
+    for row in rows[1:3]:
+        case = {
+            name: row["case"][name]
+            for name in ("D", "Dv", "dtype", "BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+        }
+        recorded = results.one(sweep, "step05_fused", target="sm_90", **case)
+        assert recorded["shared"] == row["shared"]
+        assert bool(recorded["hgmma"]) == bool(row["hgmma"]) and bool(recorded["local"]) == bool(row["local"])

@@ -66,7 +66,8 @@ class _StandInDriver:
         return self._target
 
     def get_current_device(self):
-        return 0
+        # A kernel keeps one compiler per device number, the first target's for ever: each target needs a number of its own.
+        return self._target.arch
 
     def get_current_stream(self, device=0):
         return 0
