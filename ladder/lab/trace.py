@@ -115,7 +115,7 @@ class _Watcher:
     """Python's trace hook: copies the state once the last line of a loop body has run."""
 
     code: object
-    sweeps: dict  # line of a body's last statement -> (sweep number, names the body uses)
+    sweeps: dict  # each line of a body's last statement -> (sweep number, names the body uses)
     steps: list = field(default_factory=list)
     traffic: Traffic = field(default_factory=Traffic)
     finished: int | None = None  # the last statement that ran, when it ends a loop body
@@ -125,7 +125,7 @@ class _Watcher:
 
     def on_line(self, frame, event, arg):
         if event == "line":
-            if self.finished is not None:
+            if self.finished is not None and frame.f_lineno not in self.sweeps:
                 self._copy(frame.f_locals, *self.sweeps[self.finished])
             self.finished = frame.f_lineno if frame.f_lineno in self.sweeps else None
         return self.on_line
@@ -138,11 +138,12 @@ class _Watcher:
 
 
 def _key_loops(function):
-    """{line of the last statement of each ``for k0`` loop: (its number from 1, the names in its body)}."""
+    """{each line of the last statement of a ``for k0`` loop: (the loop's number from 1, the names in its body)}."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    first, found = function.__code__.co_firstlineno, {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.For) and isinstance(node.target, ast.Name) and node.target.id == "k0":
-            names = {n.id for stmt in node.body for n in ast.walk(stmt) if isinstance(n, ast.Name)}
-            found[first + node.body[-1].lineno - 1] = names
-    return {line: (number, found[line]) for number, line in enumerate(sorted(found), start=1)}
+    loops = [n for n in ast.walk(tree) if isinstance(n, ast.For) and getattr(n.target, "id", None) == "k0"]
+    found, before = {}, function.__code__.co_firstlineno - 1
+    for number, loop in enumerate(sorted(loops, key=lambda n: n.lineno), start=1):
+        names = {n.id for statement in loop.body for n in ast.walk(statement) if isinstance(n, ast.Name)}
+        last = loop.body[-1]
+        found.update({before + line: (number, names) for line in range(last.lineno, last.end_lineno + 1)})
+    return found
