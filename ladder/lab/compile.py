@@ -7,11 +7,27 @@ processor to compile for; ptxas and cuobjdump come with Triton's wheel.
 import re
 import subprocess
 import tempfile
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
 TARGETS = ("sm_80", "sm_90", "sm_100")
-SHARED_MEMORY_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}  # bytes one program may use
+SHARED_MEMORY_LIMIT = {  # bytes one program may use
+    "sm_80": 163 * 1024,  # A100
+    "sm_86": 99 * 1024,  # RTX 3090, A10
+    "sm_89": 99 * 1024,  # RTX 4090, L40
+    "sm_90": 227 * 1024,  # H100, H200
+    "sm_100": 227 * 1024,  # B200
+    "sm_120": 99 * 1024,  # RTX 5090
+}
+
+
+def capability(target):
+    """(9, 0) for "sm_90"; ValueError when ``target`` is no "sm_NN"."""
+    match = re.fullmatch(r"sm_(\d+)(\d)a?", target)
+    if not match:
+        raise ValueError(f"target is {target!r}; want 'sm_90' or the like")
+    return int(match[1]), int(match[2])
 
 
 @dataclass(frozen=True)
@@ -90,18 +106,21 @@ def compile_for(target, kernel, *args, **kwargs):
     import triton
     from triton.runtime.jit import MockTensor
 
-    match = re.fullmatch(r"sm_(\d+)a?", target)
-    if not match:
-        raise ValueError(f"target is {target!r}; want 'sm_90' or the like")
+    major, minor = capability(target)
     if not hasattr(kernel, "warmup") or type(kernel).__name__ == "InterpretedFunction":
-        raise ValueError(f"kernel {kernel} runs in Triton's interpreter; want it imported with TRITON_INTERPRET unset")
+        raise ValueError(
+            f"kernel {kernel} runs in Triton's interpreter; want it imported with TRITON_INTERPRET unset"
+        )
 
     def stand_in(value):
         return MockTensor(value.dtype) if hasattr(value, "data_ptr") else value
 
     driver = triton.runtime.driver
-    before = driver._active  # None where no driver was needed yet; asking for the default would fail without a GPU
-    driver.set_active(_StandInDriver(int(match[1])))
+    # The active driver is None where none was needed yet; asking for the default would fail without a GPU.
+    # A kernel remembers the target that it met first, so each target gets caches of its own.
+    before, caches = driver._active, kernel.device_caches
+    driver.set_active(_StandInDriver(10 * major + minor))
+    kernel.device_caches = defaultdict(kernel.create_binder)
     try:
         compiled = kernel.warmup(
             *(stand_in(a) for a in args), grid=(1,), **{name: stand_in(a) for name, a in kwargs.items()}
@@ -111,6 +130,7 @@ def compile_for(target, kernel, *args, **kwargs):
             shared=compiled.metadata.shared, num_warps=compiled.metadata.num_warps,
         )  # fmt: skip
     finally:
+        kernel.device_caches = caches
         driver._active = before
 
 

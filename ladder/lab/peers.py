@@ -84,6 +84,7 @@ def _flex_why_not(problem, device):
 def _flex_build(problem):
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    torch._dynamo.reset()  # one compilation per shape; past dynamo's limit flex silently runs unfused
     compiled = torch.compile(flex_attention, dynamic=False)
     mask = None
     if problem.causal:

@@ -4,7 +4,7 @@ import torch
 
 from ladder.contract import check_attention
 
-TILE_Q = 1024
+TILE_Q = 4096  # large: every tile costs PyTorch a dozen launches or more
 TILE_K = 256
 
 

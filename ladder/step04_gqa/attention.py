@@ -4,7 +4,7 @@ import torch
 
 from ladder.contract import check_attention, check_cu_seqlens
 
-TILE_Q = 1024
+TILE_Q = 4096  # large: every tile costs PyTorch a dozen launches or more
 TILE_K = 256
 
 
@@ -17,7 +17,7 @@ def attention(q, k, v, *, causal=False, scale=None, return_lse=False, tile_q=TIL
         causal: query i sees keys j <= i + Sk - Sq (aligned to the bottom right).
         scale: factor on the scores; None is 1/sqrt(D).
         return_lse: also return the natural log-sum-exp of each row's scaled scores.
-        tile_q, tile_k: rows (over all heads of a group) and columns of a tile of scores.
+        tile_q, tile_k: query positions and keys of a tile of scores; each head of a group brings its own rows.
 
     Returns:
         (B, Hq, Sq, Dv) in the dtype of q; with return_lse also (B, Hq, Sq) float32.
@@ -31,16 +31,16 @@ def attention(q, k, v, *, causal=False, scale=None, return_lse=False, tile_q=TIL
     scale = check_attention(
         "step04_gqa", q, k, v, causal=causal, scale=scale, grouped_heads=True, unequal_head_dims=True
     )
-    (batch, num_heads, seqlen_q, _), (_, num_kv_heads, seqlen_k, _) = q.shape, k.shape
+    (batch, num_heads, seqlen_q, head_dim), (_, num_kv_heads, seqlen_k, _) = q.shape, k.shape
     group = num_heads // num_kv_heads if num_kv_heads else 1
     head_dim_v, offset = v.shape[3], seqlen_k - seqlen_q
     out = q.new_empty(batch, num_heads, seqlen_q, head_dim_v)
     lse = q.new_empty(batch, num_heads, seqlen_q, dtype=torch.float32)
-    tile_q = max(1, tile_q // group)  # query positions: a tile holds this many for each head of the group
 
     for q0 in range(0, seqlen_q, tile_q):
         q1 = min(q0 + tile_q, seqlen_q)
-        q_tile = (q[:, :, q0:q1].float() * scale).reshape(batch, num_kv_heads, group * (q1 - q0), -1)  # heads become rows
+        q_tile = q[:, :, q0:q1].float() * scale
+        q_tile = q_tile.reshape(batch, num_kv_heads, group * (q1 - q0), head_dim)  # heads become rows
         rows = q_tile.shape[:3]
 
         row_max = q.new_full(rows, float("-inf"), dtype=torch.float32)
@@ -124,9 +124,8 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *, causal=False, scale
 def bytes_moved(problem):
     """Bytes that the kernels of one call load and store; needs B, Hq, Hkv, Sq, Sk, D, Dv, itemsize, causal."""
     p, total = problem, 0
-    tile_q = max(1, TILE_Q // (p.Hq // p.Hkv))
-    for q0 in range(0, p.Sq, tile_q):
-        q1 = min(q0 + tile_q, p.Sq)
+    for q0 in range(0, p.Sq, TILE_Q):
+        q1 = min(q0 + TILE_Q, p.Sq)
         keys = max(0, min(p.Sk, q1 + p.Sk - p.Sq)) if p.causal else p.Sk
         rows, k_tiles = p.B * p.Hq * (q1 - q0), -(-keys // TILE_K)
         make = 4 + (8 if p.causal else 0)  # product writes; mask reads and writes

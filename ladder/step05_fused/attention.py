@@ -44,48 +44,63 @@ def attention(q, k, v, *, causal=False, scale=None, return_lse=False):
     head_dim_v = v.shape[3]
     out = q.new_empty(batch, num_heads, seqlen_q, head_dim_v)
     lse = q.new_empty(batch, num_heads, seqlen_q, dtype=torch.float32) if return_lse else None
-    config = launch_config(head_dim, head_dim_v, q.element_size(), shared_memory(q.device))
+    config = launch_config(head_dim, head_dim_v, q.element_size(), *processor(q.device))
+    sign = 0 if abs(scale) < 1e-37 else 1 if scale > 0 else -1  # below that, float32 rounds the scale to 0
+    scale_log2 = abs(scale) * LOG2_E if sign else 1.0
     num_programs = -(-seqlen_q // config["BLOCK_M"]) * num_heads * batch
     if num_programs:
         with torch.cuda.device_of(q):  # the launch goes to the current device
             kernel[(num_programs,)](
                 q, k, v, out, lse, *q.stride(), *k.stride(), *v.stride(), *out.stride(),
-                num_heads, num_heads // num_kv_heads, seqlen_q, seqlen_k, abs(scale) * LOG2_E,
-                HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, IS_CAUSAL=causal, NEGATE=scale < 0, HAS_LSE=return_lse,
+                num_heads, num_heads // num_kv_heads, seqlen_q, seqlen_k, scale_log2,
+                HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, IS_CAUSAL=causal, SCALE_SIGN=sign, HAS_LSE=return_lse,
                 **config,
             )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
-def launch_config(head_dim, head_dim_v, itemsize, shared_memory_bytes):
+def launch_config(head_dim, head_dim_v, itemsize, shared_memory_bytes, capability=(9, 0)):
     """Tile sizes, warps and pipeline stages: the largest tiles that fit this processor's registers and shared memory.
 
     Args:
         head_dim, head_dim_v: sizes of a query/key and of a value head.
         itemsize: bytes of an element.
         shared_memory_bytes: what one program may use; 227 KiB on an H100 or H200, 163 on an A100, 99 on an RTX 3090/4090.
+        capability: compute capability; a B200 (10, 0) has the shared memory of an H200 and other tensor cores.
     """
     block_d, block_dv = (max(16, 1 << (d - 1).bit_length()) for d in (head_dim, head_dim_v))  # next power of two
     widest = max(block_d, block_dv)
     hopper_sized = shared_memory_bytes >= 200 * 1024
+    num_warps, num_stages = 8, 2
     if itemsize == 4:  # float32 goes through the ordinary multipliers, where small tiles keep registers free
-        block_m, block_n, num_stages = (64, 32, 1) if widest <= 64 else (32, 32, 1) if widest <= 128 else (32, 16, 1)
-    elif hopper_sized:
-        block_m, block_n, num_stages = (128, 128, 2) if widest <= 128 else (128, 64, 2)
-    else:
-        block_m, block_n, num_stages = (128, 64, 2) if head_dim == head_dim_v == widest <= 128 else (64, 32, 2)  # masks take registers
+        block_m, block_n = (64, 32) if widest <= 64 else (32, 32) if widest <= 128 else (32, 16)
+        num_stages = 1
+    elif widest > 64 and (head_dim % 16 or head_dim_v % 16):  # no wide loads: registers hold an address an element
+        block_m, block_n = (64, 64 if hopper_sized else 32) if widest <= 128 else (32, 16)
+    elif hopper_sized and capability[0] >= 10:  # Blackwell's accumulators live in tensor memory; larger tiles spill
+        block_m, block_n = (128, 64) if widest <= 128 else (128, 32)
+    elif hopper_sized:  # measured on an H200: a third stage wherever it fits
+        block_m = 128
+        block_n = 128 if head_dim == head_dim_v == 128 else 64
+        num_stages = 3 if block_dv <= 128 else 2
+    elif head_dim == head_dim_v == widest <= 128:
+        block_m, block_n = 128, 64
+    else:  # masks over the head size take registers
+        block_m, block_n = 64, 32
+        num_warps = 4 if widest <= 128 else 8
     return dict(
         BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_N=block_n,
         PRECISION="ieee" if itemsize == 4 else "tf32",  # "ieee" would keep even 16-bit products off Hopper's wgmma
-        num_warps=8, num_stages=num_stages,
+        num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
 
 
-def shared_memory(device):
-    """Bytes of shared memory that one program may use on ``device``; an H200's on the CPU."""
+def processor(device):
+    """(bytes of shared memory that one program may use, compute capability) of ``device``; an H200's on the CPU."""
     if device.type != "cuda":
-        return 227 * 1024
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        return 227 * 1024, (9, 0)
+    properties = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin, (properties.major, properties.minor)
 
 
 def _kernel(rung, q):

@@ -25,17 +25,18 @@ def fused_attention_tile(
         k = tl.load(k_ptrs, mask=(dim < HEAD_DIM)[:, None], other=0.0)
     else:
         k = tl.load(k_ptrs)
-    scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
+    scores = tl.dot(q, k, input_precision=PRECISION)
     if MASKED:
         visible = (key < seqlen_k)[None, :]
         if IS_CAUSAL:
             visible = visible & (key[None, :] <= query[:, None] + causal_offset)
         scores = tl.where(visible, scores, float("-inf"))
 
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+    # Scaling happens inside the exponent, as one fused multiply-add; scale_log2 > 0, so the maximum may come first.
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale_log2)
     finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # -inf - -inf would be NaN
     rescale = tl.exp2(row_max - finite_max)
-    probs = tl.exp2(scores - finite_max[:, None])
+    probs = tl.exp2(scores * scale_log2 - finite_max[:, None])
     row_sum = row_sum * rescale + tl.sum(probs, axis=1)
     acc = acc * rescale[:, None]
 
@@ -59,7 +60,7 @@ def fused_attention_forward(
     num_heads, group_size, seqlen_q, seqlen_k, scale_log2,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, NEGATE: tl.constexpr, HAS_LSE: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, SCALE_SIGN: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """softmax(scale * q k^T) v for one tile of BLOCK_M query rows; grid (query tiles * heads * batch,)."""
     num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
@@ -75,8 +76,10 @@ def fused_attention_forward(
     q_ptrs = q_ptr + batch * stride_qb + head64 * stride_qh
     q_ptrs += query.to(tl.int64)[:, None] * stride_qm + dim.to(tl.int64)[None, :] * stride_qd
     q = tl.load(q_ptrs, mask=(query < seqlen_q)[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
-    if NEGATE:
-        q = -q  # exact; lets scale_log2 stay positive
+    if SCALE_SIGN < 0:
+        q = -q  # exact, and scale_log2 stays positive
+    if SCALE_SIGN == 0:
+        q = tl.zeros_like(q)  # every score is 0; scale_log2 is 1, since 0 * -inf would be NaN
 
     k_base = k_ptr + batch * stride_kb + kv_head * stride_kh
     v_base = v_ptr + batch * stride_vb + kv_head * stride_vh

@@ -1,0 +1,127 @@
+"""``python -m ladder``: climb every rung: parity, speed, memory, share of this machine's limit, in one table."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from .lab import interpret
+
+
+def parse_args(argv=None):
+    from .lab.problem import DTYPES, SHAPES
+
+    parser = argparse.ArgumentParser(
+        prog="python -m ladder",
+        description="Climb the ladder: run every rung on real and synthetic attention problems, check each against the "
+        "rung before it and a float64 oracle, and compare its time and memory with the limits of this machine.",
+    )
+    parser.add_argument("--rungs", default="all", metavar="1-5", help="rungs to climb: all, 3, 1-5, 1,5 or step05_fused")
+    parser.add_argument(
+        "--shape", action="append", choices=["minilm", *SHAPES],
+        help="head layout (repeatable): minilm is real captured input, the others are random numbers",
+    )  # fmt: skip
+    parser.add_argument("--seqlen", type=int, nargs="+", metavar="N", help="sequence lengths of the random problems")
+    parser.add_argument("--mask", choices=["dense", "causal", "both"], default="both")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="default: bfloat16 on a GPU, float16 on a CPU")
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: the GPU when there is one")
+    parser.add_argument("--quick", action="store_true", help="the real input and one small random problem")
+    parser.add_argument("--record", action="store_true", help="the published set of problems (needs a GPU, minutes)")
+    parser.add_argument("--no-peers", action="store_true", help="leave out SDPA, FlashAttention and the like")
+    parser.add_argument("--json", metavar="FILE", help="write the results as JSON; - is standard output")
+    parser.add_argument("--plot", metavar="FILE", help="write a figure (.png, .svg or .pdf)")
+    args = parser.parse_args(argv)
+
+    if args.seqlen and min(args.seqlen) < 1:
+        parser.error(f"argument --seqlen: {min(args.seqlen)} is no length; want at least 1")
+    for option, target in (("--json", args.json), ("--plot", args.plot)):
+        if target and target != "-" and not Path(target).absolute().parent.is_dir():
+            parser.error(f"argument {option}: no folder {Path(target).parent} to write {Path(target).name} into")
+    if args.plot and Path(args.plot).suffix not in (".png", ".svg", ".pdf"):
+        parser.error(f"argument --plot: {args.plot!r} ends in {Path(args.plot).suffix!r}; want .png, .svg or .pdf")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: cuda was asked for, and PyTorch sees no GPU")
+    if args.record and not torch.cuda.is_available():
+        parser.error("argument --record: the published set needs a GPU")
+    from . import rungs
+
+    try:
+        args.rungs = rungs.parse(args.rungs)
+    except ValueError as error:
+        parser.error(f"argument --rungs: {error}")
+    return args
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cpu":
+        interpret.enable()
+    if not interpret.has_triton():
+        skipped = [r.name for r in args.rungs if r.needs_triton]
+        args.rungs = [r for r in args.rungs if not r.needs_triton]
+        if skipped:
+            print(f"Triton is not installed: leaving out {', '.join(skipped)}", file=sys.stderr)
+
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from . import climb
+    from .lab import results, roofline
+
+    climb.quiet()
+    console = climb.console(to_stderr=args.json == "-")
+    masks = {"dense": (False,), "causal": (True,), "both": (False, True)}[args.mask]
+    chosen = climb.problems(
+        device, shapes=args.shape, lengths=args.seqlen, masks=masks, dtype=args.dtype, quick=args.quick, record=args.record
+    )
+
+    rows, all_ok = [], True
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("measuring this machine's limits", total=len(chosen) * len(args.rungs) + 1)
+        limits = roofline.measure_limits(device, quick=not args.record)
+        machine = results.machine(device)
+        console.print(
+            f"{machine['gpu'] or 'CPU ' + machine['cpu']}, torch {machine['torch']}, triton {machine['triton']}: "
+            f"matrix product {_rate(limits.matmul_tflops * 1e12, 'FLOP/s')}, read {_rate(limits.read_tbs * 1e12, 'B/s')}, "
+            f"copy {_rate(limits.copy_tbs * 1e12, 'B/s')}"
+        )
+        progress.advance(task)
+        for problem in chosen:
+            progress.update(task, description=problem.label())
+            steps = climb.climb(
+                problem, args.rungs, device, with_peers=not args.no_peers,
+                budget_ms=300.0 if device.type == "cuda" else 100.0,
+                on_step=lambda step: progress.advance(task) if step.is_rung else None,
+            )  # fmt: skip
+            console.print()
+            console.print(climb.table(problem, steps, limits))
+            rows += [step.row for step in steps]
+            all_ok &= all(step.ok for step in steps if step.is_rung)
+
+    doc = results.document(rows, device=device, limits=limits)
+    try:
+        if args.json:
+            results.write(doc, args.json)
+        if args.plot:
+            from .lab import report
+
+            report.climb_figure(doc).savefig(args.plot, dpi=150)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if not all_ok:
+        print("some rung failed parity; see FAIL above", file=sys.stderr)
+    return 0 if all_ok else 1
+
+
+def _rate(value, unit):
+    for prefix, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if value >= factor:
+            return f"{value / factor:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

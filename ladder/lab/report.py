@@ -1,0 +1,205 @@
+"""Recorded results as a README shows them: Markdown tables and the headline figure, made from the JSON files.
+
+``python -m ladder.lab.report`` rewrites everything between ``<!-- name -->`` and ``<!-- /name -->`` in README.md and the
+figures beside the results; ``--check`` only says whether they are up to date, and exits with 1 when they are not.
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from . import results
+from .results import select
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADLINE = dict(mode="prefill", Hq=16, Hkv=16, D=128, Dv=128, Sq=16384, B=1, dtype="bfloat16")
+
+# Okabe-Ito colours: told apart by colour-blind readers and in print.
+RUNG_COLOUR, PEER_COLOUR, TEXT_COLOUR = "#0072B2", "#B0B0B0", "#333333"
+LINE_COLOURS = ("#D55E00", "#E69F00", "#009E73", "#56B4E9", "#0072B2", "#CC79A7", "#F0E442", "#000000")
+PEER_TITLES = {"sdpa": "PyTorch SDPA", "sdpa_flash": "FlashAttention-2", "sdpa_cudnn": "cuDNN", "flex": "flex_attention", "fa3": "FlashAttention-3"}
+
+
+def title(impl):
+    """How tables and figures call an implementation: "05 Fused", "FlashAttention-3"."""
+    from ladder.rungs import RUNGS
+
+    for rung in RUNGS:
+        if rung.name == impl:
+            return f"{rung.number:02d} {rung.title}"
+    return PEER_TITLES.get(impl, impl)
+
+
+def ladder_table(doc):
+    """The headline table: one row an implementation, dense and causal, speed, traffic, memory, share of the limit."""
+    dense, causal = (select(doc, causal=c, **HEADLINE) for c in (False, True))
+    by_impl = {row["impl"]: row for row in causal}
+    limit = doc["limits"]["matmul_tflops"]
+    lines = [
+        "| | dense | causal | of the matrix-product limit | moved | peak memory | max error / budget |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in dense:
+        other = by_impl.get(row["impl"], {})
+        if "ms" not in row:
+            continue
+        name = title(row["impl"])
+        lines.append(
+            f"| {'**' + name + '**' if row['impl'].startswith('step') else name} "
+            f"| {_speed(row)} | {_speed(other)} | {row['tflops'] / limit:.0%} "
+            f"| {_bytes(row.get('bytes_moved'))} | {_bytes(row.get('peak_bytes'))} "
+            f"| {row['max_error']:.1e} / {row['budget']:.1e} |"
+        )
+    limits = doc["limits"]
+    lines += [
+        "",
+        f"16 heads of 128, 16,384 tokens, bf16; {results.caption(doc)}, torch {doc['machine']['torch']}, Triton "
+        f"{doc['machine']['triton']}, commit {doc['commit']}, by `{doc['command']}`. Limits measured in the same run: "
+        f"{limits['matmul_tflops']:.0f} TFLOP/s matrix product, {limits['read_tbs']:.2f} TB/s read. "
+        "Moved: bytes that the kernels load and store, counted from the algorithm. "
+        "Peak memory: on top of the inputs.",
+    ]
+    return "\n".join(lines)
+
+
+def climb_figure(doc):
+    """Time of every implementation on the largest case they share, and peak memory against sequence length.
+
+    Args:
+        doc: a results document of schema 1, from a recorded file or from a climb just made.
+
+    Returns:
+        A matplotlib Figure.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    speed, memory = figure.subplots(1, 2)
+    _time_bars(speed, doc)
+    _memory_lines(memory, doc)
+    figure.supxlabel(results.caption(doc), fontsize=9, color=TEXT_COLOUR, x=0.995, ha="right")
+    return figure
+
+
+def _time_bars(axes, doc):
+    measured = [r for r in doc["rows"] if "ms" in r and not r.get("interpreted")]
+    cases = {_key(r["case"]): r["case"] for r in measured}
+    if not cases:
+        axes.set_title("nothing was timed")
+        return
+    count = {key: sum(_key(r["case"]) == key for r in measured) for key in cases}
+    best = max(cases, key=lambda key: (count[key], cases[key]["Sq"] == 16384, cases[key]["Sq"] * cases[key]["B"]))
+    rows, case = [r for r in measured if _key(r["case"]) == best], cases[best]
+    times = [r["ms"]["median"] for r in rows]
+    colours = [RUNG_COLOUR if r["impl"].startswith("step") else PEER_COLOUR for r in rows]
+    axes.barh(range(len(rows)), times, color=colours, height=0.72)
+    axes.set_yticks(range(len(rows)), [title(r["impl"]) for r in rows])
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlim(min(times) / 3, max(times) * 12)
+    for i, row in enumerate(rows):
+        rate = f"{row['tflops']:.0f} TFLOP/s" if row["tflops"] >= 1 else f"{row['tflops'] * 1e3:.0f} GFLOP/s"
+        axes.text(times[i] * 1.12, i, f"{times[i]:.3g} ms · {rate}", va="center", fontsize=9, color=TEXT_COLOUR)
+    mask = "causal" if case["causal"] else "dense"
+    axes.set_xlabel("time of one call, ms (log scale; shorter is better)")
+    axes.set_title(f"{case['Hq']} heads of {case['D']}, {case['Sq']:,} tokens, {mask}, {case['dtype']}", loc="left", fontsize=11)
+    _plain(axes)
+
+
+def _memory_lines(axes, doc):
+    """Peak bytes of a dense call on one sequence, by length; where one length was measured, bars."""
+    rungs = [r for r in doc["rows"] if r["impl"].startswith("step") and "peak_bytes" in r]
+    series = {}
+    for row in rungs:
+        case = row["case"]
+        if case["B"] == 1 and not case["causal"] and "input" not in case and case["Hq"] == case["Hkv"] and case["D"] == case["Dv"]:
+            series.setdefault(row["impl"], {})[case["Sq"]] = row["peak_bytes"]
+    series = {impl: dict(sorted(points.items())) for impl, points in series.items() if len(points) >= 3}
+    if not series:
+        _memory_bars(axes, rungs)
+        return
+    for number, (impl, points) in enumerate(series.items()):
+        lengths, peaks = list(points), [b / 1e9 for b in points.values()]
+        axes.plot(lengths, peaks, marker="o", markersize=5, linewidth=2, color=LINE_COLOURS[number % len(LINE_COLOURS)], label=title(impl))
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ticks = sorted({length for points in series.values() for length in points})
+    axes.set_xticks(ticks, [f"{t // 1024}k" if t >= 1024 else str(t) for t in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("sequence length, tokens")
+    axes.set_ylabel("peak memory on top of the inputs, GB")
+    axes.set_title("memory: S² for the first rung, S for the others", loc="left", fontsize=11)
+    axes.legend(frameon=False, fontsize=9)
+    _plain(axes)
+
+
+def _memory_bars(axes, rows):
+    if not rows:
+        axes.set_title("no memory was measured")
+        return
+    last = _key(rows[-1]["case"]) if all(_key(r["case"]) == _key(rows[-1]["case"]) for r in rows) else _key(rows[0]["case"])
+    rows = [r for r in rows if _key(r["case"]) == last]
+    axes.barh(range(len(rows)), [max(r["peak_bytes"], 1) / 1e6 for r in rows], color=RUNG_COLOUR, height=0.72)
+    axes.set_yticks(range(len(rows)), [title(r["impl"]) for r in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel("peak memory on top of the inputs, MB")
+    axes.set_title("memory", loc="left", fontsize=11)
+    _plain(axes)
+
+
+def _plain(axes):
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=9)
+
+
+def _key(case):
+    return tuple(sorted((k, str(v)) for k, v in case.items()))
+
+
+def _speed(row):
+    if "ms" not in row:
+        return "-"
+    ms = row["ms"]["median"]
+    return f"{ms:.3g} ms, {row['tflops']:.0f} TFLOP/s" if ms < 100 else f"{ms:.0f} ms, {row['tflops']:.0f} TFLOP/s"
+
+
+def _bytes(count):
+    if count is None:
+        return ""
+    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
+
+
+SECTIONS = {"ladder-table": ("ladder", ladder_table)}
+FIGURES = {"ladder.png": ("ladder", climb_figure)}
+
+
+def render(text):
+    """README text with every known section made anew from its recorded file; KeyError names an unknown marker."""
+
+    def fill(match):
+        source, make = SECTIONS[match[1]]
+        return f"<!-- {match[1]} -->\n{make(results.load(source))}\n<!-- /{match[1]} -->"
+
+    return re.sub(r"<!-- ([\w-]+) -->\n.*?<!-- /\1 -->", fill, text, flags=re.DOTALL)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog="python -m ladder.lab.report", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when README.md is out of date")
+    args = parser.parse_args(argv)
+    readme = ROOT / "README.md"
+    before = readme.read_text()
+    after = render(before)
+    if args.check:
+        if before != after:
+            print("README.md differs from the recorded results; run python -m ladder.lab.report", file=sys.stderr)
+        return int(before != after)
+    readme.write_text(after)
+    for name, (source, make) in FIGURES.items():
+        make(results.load(source)).savefig(results.FOLDER / name, dpi=130)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""What importing costs and needs: no Triton for steps 01 to 04, no CUDA context, no change to the environment."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+WITHOUT_TRITON = """
+import importlib.abc, sys
+
+class NoTriton(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "triton":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, NoTriton())
+"""
+
+
+def python(code, **environment):
+    """What a fresh Python prints, with TRITON_INTERPRET unset unless given."""
+    inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**inherited, "PYTHONPATH": path, **environment},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_steps_01_to_04_run_without_triton():
+    out = python(
+        WITHOUT_TRITON
+        + """
+import torch
+from ladder.lab.parity import Oracle
+from ladder.lab.problem import MINILM
+from ladder.rungs import RUNGS, find
+
+q, k, v = MINILM.replace(B=1, Sq=64, Sk=64, causal=True).make()
+oracle = Oracle(q, k, v, causal=True)
+for rung in RUNGS[:4]:
+    assert oracle.check(rung.attention(q, k, v, causal=True)), rung.name
+starts = torch.tensor([0, 30, 64])
+find(4).module.attention_varlen(*(x[0].transpose(0, 1) for x in (q, k, v)), starts, starts)
+assert not [name for name in sys.modules if name.split(".")[0] == "triton"]
+try:
+    find(5).attention(q, k, v)
+except ImportError as error:
+    print(error)
+"""
+    )
+    assert out.strip() == "step05_fused: needs Triton (pip install triton); steps 01 to 04 run without it"
+
+
+def test_the_instruments_import_without_triton():
+    names = [
+        p.stem
+        for p in (ROOT / "ladder" / "lab").glob("*.py")
+        if p.stem not in ("__init__", "plots", "widgets")
+    ]
+    assert {"compile", "compile_matrix", "interpret", "parity", "peers", "problem", "timing"} <= set(names)
+    code = "\n".join(f"import ladder.lab.{name}" for name in names)
+    python(WITHOUT_TRITON + code + "\nfrom ladder.lab.interpret import has_triton\nprint('imported')")
+
+
+def test_import_changes_nothing():
+    out = python(
+        """
+import os, sys
+import torch  # what torch itself does is not ours
+before = dict(os.environ), torch.get_default_dtype(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
+state = torch.random.get_rng_state()
+import ladder, ladder.rungs, ladder.step05_fused
+for rung in ladder.rungs.RUNGS:
+    rung.module
+    rung.story()
+import ladder.lab.problem, ladder.lab.parity, ladder.lab.timing, ladder.lab.compile, ladder.lab.interpret
+after = dict(os.environ), torch.get_default_dtype(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
+assert before == after, "importing changed the process"
+assert torch.equal(state, torch.random.get_rng_state()), "importing drew random numbers"
+assert not torch.cuda.is_initialized(), "importing initialised CUDA"
+print("same")
+"""
+    )
+    assert out.strip() == "same"
+
+
+def test_import_ladder_needs_not_even_torch():
+    assert (
+        python(
+            "import sys, ladder, ladder.rungs; print(sorted({'torch', 'triton', 'numpy'} & set(sys.modules)))"
+        ).strip()
+        == "[]"
+    )
+
+
+def test_step05_on_the_cpu_without_the_interpreter_says_what_to_do():
+    pytest.importorskip("triton")
+    out = python(
+        """
+import torch
+from ladder.rungs import find
+q = torch.zeros(1, 1, 4, 16)
+try:
+    find(5).attention(q, q, q)
+except ValueError as error:
+    print(error)
+"""
+    )
+    assert out.startswith(
+        "step05_fused: q is on cpu; want a CUDA tensor, or Triton's interpreter: set TRITON_INTERPRET=1"
+    )
+
+
+def test_every_module_has_a_docstring():
+    import ast
+
+    for path in sorted((ROOT / "ladder").rglob("*.py")):
+        assert ast.get_docstring(ast.parse(path.read_text())), f"{path.relative_to(ROOT)} has no docstring"
