@@ -50,6 +50,14 @@ class Compiled:
         return len(re.findall(rf"\b{re.escape(instruction)}\b", self.sass))
 
     @property
+    def serialized(self):
+        """Whether ptxas makes every wgmma wait for the one before: it does when it cannot prove that nothing else
+        touches the accumulators while one is in flight, and says so only in a log that nobody reads.
+        """
+        products = self.count("HGMMA")
+        return products > 0 and self.count("WARPGROUP.DEPBAR") >= products
+
+    @property
     def spills(self):
         return self.spill_stores + self.spill_loads + self.local
 

@@ -68,7 +68,8 @@ def launch_config(head_dim, head_dim_v, itemsize, shared_memory_bytes, capabilit
         shared_memory_bytes: what one program may use; 227 KiB on an H100 or H200, 163 on an A100, 99 on an RTX 3090/4090.
         capability: compute capability; a B200 (10, 0) has the shared memory of an H200 and other tensor cores.
     """
-    block_d, block_dv = (max(16, 1 << (d - 1).bit_length()) for d in (head_dim, head_dim_v))  # next power of two
+    # The next power of two; at least 32, since Triton 3.6 lets wgmma read past the end of a V tile 16 wide.
+    block_d, block_dv = (max(32, 1 << (d - 1).bit_length()) for d in (head_dim, head_dim_v))
     widest = max(block_d, block_dv)
     hopper_sized = shared_memory_bytes >= 200 * 1024
     num_warps, num_stages = 8, 2

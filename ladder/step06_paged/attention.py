@@ -93,8 +93,8 @@ def paged_decode(
     return (out, lse) if return_lse else out
 
 
-def choose_num_splits(num_tasks, capacity, block_n, num_processors, programs_per_processor=2):
-    """The fewest splits that keep the chip busy: at least 85 % of the program slots of every wave filled.
+def choose_num_splits(num_tasks, capacity, block_n, num_processors, programs_per_processor=2, filled=0.85):
+    """The fewest splits that keep the chip busy: at least ``filled`` of the program slots of every wave taken.
 
     Args:
         num_tasks: programs there are without splitting. capacity: most keys that a sequence can have, by its block
@@ -107,14 +107,15 @@ def choose_num_splits(num_tasks, capacity, block_n, num_processors, programs_per
     for splits in range(1, most + 1):
         waves = splits * num_tasks / slots
         efficiencies.append(waves / -(-splits * num_tasks // slots))
-        if efficiencies[-1] >= 0.85:
+        if efficiencies[-1] >= filled:
             return splits
     return 1 + max(range(most), key=lambda i: efficiencies[i])
 
 
 def decode_config(head_dim, head_dim_v, q_len, page_size, itemsize):
     """Tile sizes and warps. Tiles divide the pages where they can, so that one lookup serves a tile."""
-    block_d, block_dv = (max(16, 1 << (d - 1).bit_length()) for d in (head_dim, head_dim_v))
+    # At least 32: Triton 3.6 lets wgmma read past the end of a V tile 16 wide.
+    block_d, block_dv = (max(32, 1 << (d - 1).bit_length()) for d in (head_dim, head_dim_v))
     widest = max(block_d, block_dv)
     block_n = (32 if widest <= 64 else 16) if itemsize == 4 else 64 if widest <= 128 else 32
     if 16 <= page_size < block_n and page_size & (page_size - 1) == 0:

@@ -9,6 +9,7 @@ from ladder.step06_paged.cache import check_paged
 
 RUNG = "step07_dflash1"
 MAX_HEAD_DIM = 256
+MIN_SPLIT_KEYS = 256  # fewer are read faster than their partial result is merged
 
 
 def attention(q, k, v, *, causal=False, scale=None, return_lse=False, out=None, config=None):
@@ -226,12 +227,16 @@ def _decode(
     kernel = _device_code(q, k_cache, v_cache).dflash1_decode
     (batch, q_len, num_heads, head_dim), (_, page_size, num_kv_heads, head_dim_v) = q.shape, v_cache.shape
     group = num_heads // num_kv_heads
-    config = {**decode_config(head_dim, head_dim_v, q_len * group, page_size, q.element_size(), arch(q.device), latent), **(config or {})}  # fmt: skip
-    block_m, rows = config["BLOCK_M"], q_len * group
+    capacity, rows = block_table.shape[1] * page_size, q_len * group
+    # A caller who fixes the splits wants bits that do not depend on the batch, so the tile must not either.
+    few = num_kv_splits is None and _few(batch * num_kv_heads, capacity, processors(q.device))
+    chosen = decode_config(head_dim, head_dim_v, rows, page_size, q.element_size(), arch(q.device), latent, few)
+    config = {**chosen, **(config or {})}
+    block_m = config["BLOCK_M"]
     row_tiles = -(-rows // block_m)
-    groups, capacity = batch * num_kv_heads * row_tiles, block_table.shape[1] * page_size
+    groups = batch * num_kv_heads * row_tiles
     if num_kv_splits is None:
-        num_kv_splits = choose_num_splits(groups, capacity, config["BLOCK_N"], processors(q.device))
+        num_kv_splits = choose_num_splits(groups, capacity, MIN_SPLIT_KEYS, processors(q.device), filled=0.95)
     elif isinstance(num_kv_splits, bool) or not isinstance(num_kv_splits, int) or num_kv_splits < 1:
         raise ValueError(f"{RUNG}: num_kv_splits is {num_kv_splits!r}; want an integer of at least 1, or None")
     lse = q.new_empty(batch, num_heads, q_len, dtype=torch.float32) if return_lse else None
@@ -307,13 +312,14 @@ def prefill_config(head_dim, head_dim_v, itemsize, arch, page_size=0, ragged=Fal
         ragged: packed sequences, whose bookkeeping takes registers too.
     """
     block_d, tail_d = split_head(head_dim)
-    block_dv = max(16, 1 << (head_dim_v - 1).bit_length())
+    block_dv = max(32, 1 << (head_dim_v - 1).bit_length())  # 16: Triton 3.6 lets wgmma read past the end of the V tile
     widest = max(block_d + tail_d, block_dv)
     if itemsize == 4:  # float32 goes through the ordinary multipliers, where small tiles keep registers free
         block_m, block_n, num_stages = (64, 32, 1) if widest <= 64 else (32, 32, 1) if widest <= 128 else (32, 16, 1)
     elif arch == 90:
-        large = widest <= (128 if ragged else 192) and block_dv <= 128
-        block_m, block_n, num_stages = (128, 128, 2) if large else (128, 64, 2)
+        block_m, block_n, num_stages = 128, 64, 3 if block_dv <= 128 else 2  # measured on an H200
+        if head_dim == head_dim_v == 128 and not ragged:
+            block_n = 128
     elif 100 <= arch < 120:
         block_m, block_n, num_stages = (128, 64, 2) if widest <= 192 and block_dv <= 128 else (128, 32, 2)
     else:  # Ampere, Ada and small Blackwells: operands pass through registers, and masks take more
@@ -328,10 +334,12 @@ def prefill_config(head_dim, head_dim_v, itemsize, arch, page_size=0, ragged=Fal
     )  # fmt: skip
 
 
-def decode_config(head_dim, head_dim_v, rows, page_size, itemsize, arch, latent=False):
-    """As ``prefill_config``, for ``rows`` = new tokens times query heads of a KV group."""
+def decode_config(head_dim, head_dim_v, rows, page_size, itemsize, arch, latent=False, few=False):
+    """As ``prefill_config``, for ``rows`` = new tokens times query heads of a KV group; ``few``: no two programs to a
+    processor even when split, so that one program has to keep its memory busy alone.
+    """
     block_d, tail_d = split_head(head_dim)
-    block_dv = max(16, 1 << (head_dim_v - 1).bit_length())
+    block_dv = max(32, 1 << (head_dim_v - 1).bit_length())
     if latent:
         block_d, tail_d = head_dim_v, max(16, 1 << (head_dim - head_dim_v - 1).bit_length()) if head_dim > head_dim_v else 0
     widest = max(block_d + tail_d, block_dv)
@@ -340,11 +348,14 @@ def decode_config(head_dim, head_dim_v, rows, page_size, itemsize, arch, latent=
         block_m, block_n = 16, 32 if widest <= 64 else 16
         num_warps, num_stages = 4 if widest <= 128 else 8 if widest <= 256 else 16, 1
     elif widest > 256:
-        block_n, num_warps, num_stages = (32, 4, 3) if block_m <= 32 else (64, 8, 2)
+        block_n, num_warps, num_stages = (32, 4, 5 if block_m == 16 and arch == 90 else 3) if block_m <= 32 else (64, 8, 2)
         if arch != 90:  # half the rows: the accumulator of 64 x 512 fits no other register file
             block_m, block_n, num_warps, num_stages = min(block_m, 32), 32, 8, 2
+    elif block_m == 16 and widest <= 128:  # small programs, several to a processor: measured on an H200
+        block_n = _fit_page(64 if few or widest <= 64 else 32, page_size)
+        num_warps, num_stages = 2, 5 if block_n > 16 else 7  # two of them wait for the page lookup
     else:
-        block_n, num_warps, num_stages = (64 if widest <= 128 else 32), 4, 5  # two of them wait for the page lookup
+        block_n, num_warps, num_stages = (64 if widest <= 128 else 32), 4, 5
     return dict(
         BLOCK_D=block_d, TAIL_D=tail_d, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_N=_fit_page(block_n, page_size),
         PRECISION="ieee" if itemsize == 4 else "tf32", num_warps=num_warps, num_stages=num_stages,
@@ -400,19 +411,24 @@ def decode_bytes_moved(problem):
     the splits leave for the merge. Needs the fields of ``ladder.lab.decode.DecodeProblem``.
     """
     p, rows = problem, problem.q_len * (problem.Hq // problem.Hkv)
-    config = decode_config(p.D, p.Dv, rows, p.page_size, p.itemsize, 90, p.latent)
+    config = decode_config(p.D, p.Dv, rows, p.page_size, p.itemsize, 90, p.latent, _few(p.B * p.Hkv, p.capacity, 132))
     row_tiles = -(-rows // config["BLOCK_M"])
-    splits = choose_num_splits(p.B * p.Hkv * row_tiles, p.capacity, config["BLOCK_N"], 132)
+    splits = choose_num_splits(p.B * p.Hkv * row_tiles, p.capacity, MIN_SPLIT_KEYS, 132, filled=0.95)
     partial = 2 * 4 * p.B * p.Hkv * rows * splits * (p.Dv + 1) if splits > 1 else 0
     return row_tiles * p.kv_bytes + p.itemsize * p.B * p.Hkv * rows * (splits * p.D + p.Dv) + partial
 
 
+def _few(tasks, capacity, num_processors):
+    """Whether even the most splits leave no two programs to a processor."""
+    return tasks * max(1, capacity // MIN_SPLIT_KEYS) <= num_processors
+
+
 def _sign(scale):
-    return (scale > 0) - (scale < 0)
+    return 0 if abs(scale) < 1e-37 else 1 if scale > 0 else -1  # below that, float32 rounds the scale to 0
 
 
 def _scale_log2(scale):
-    return abs(scale) * LOG2_E if scale else 1.0  # a zero scale is a zero q
+    return abs(scale) * LOG2_E if _sign(scale) else 1.0  # a zero scale is a zero q
 
 
 def _check_packed(q, k, v, causal, scale):

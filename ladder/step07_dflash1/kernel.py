@@ -207,7 +207,8 @@ def dflash1_prefill(
     if CAUSAL:
         end = tl.maximum(0, tl.minimum(seqlen_k, (tile + 1) * BLOCK_M + seqlen_k - seqlen_q))
         whole = tl.maximum(0, tl.minimum(seqlen_k, tile * BLOCK_M + seqlen_k - seqlen_q + 1))
-    whole = whole // BLOCK_N * BLOCK_N
+    # Without the maximum, which changes no value, ptxas takes another shape of loop and runs the wgmmas one by one.
+    whole = tl.maximum(0, whole // BLOCK_N * BLOCK_N)
     for start in range(0, whole, BLOCK_N):
         k_first, v_first, k_rows, v_rows = dflash1_key_rows(
             table, start, seqlen_k, stride_kb, stride_kn, stride_vb, stride_vn, stride_tp,
