@@ -368,10 +368,10 @@ def memory_bars(doc):
     for rung in RUNGS[:7]:
         for entry in entries:
             if entry["impl"] == rung.name:
-                bars.append((f"{rung.number:02d} {rung.title}", entry["peak_bytes"] / 1e6, plots.RUNG_COLOURS[rung.number]))
+                bars.append((f"{rung.number:02d} {rung.title}", entry["peak_bytes"] / 1e9, plots.RUNG_COLOURS[rung.number]))
     case = entries[0]["case"]
     figure = plots.bars(
-        bars, unit="MB on top of the inputs", log=True, title="Peak memory of a 32k prefill", highlight=bars[-1][0],
+        bars, unit="GB on top of the inputs", log=True, title="Peak memory of a 32k prefill", highlight=bars[-1][0],
         note=f"{case['Hq']} heads of {case['D']}, {plots.tokens(case['Sq'])} tokens, dense, bf16; {results.caption(doc)}. Look at the "
         "first bar: the S x S matrix. From 05 on only the output is left.",
     )  # fmt: skip

@@ -201,11 +201,18 @@ class SplitExplorer(Explorer):
         """Programs without splitting."""
         return self.batch.value * (self.num_kv_heads.value if self.packed.value else self.num_heads.value)
 
+    def rule(self):
+        """(fewest keys of a split, share of the slots that must be filled) by which the rung chooses."""
+        from ladder.step07_dflash1.attention import MIN_SPLIT_KEYS
+
+        return (MIN_SPLIT_KEYS, 0.95) if self.packed.value else (64, 0.85)
+
     def chosen(self):
-        """What the rung would choose here, tiles of 64 keys."""
+        """What step 06 would choose here, or step 07 with "packed"."""
         from ladder.step06_paged import choose_num_splits
 
-        return choose_num_splits(self.tasks(), self.context.value, 64, self.processors)
+        keys, filled = self.rule()
+        return choose_num_splits(self.tasks(), self.context.value, keys, self.processors, filled=filled)
 
     def filled(self, splits):
         """Share of the program slots of all waves that have a program."""
@@ -227,7 +234,8 @@ class SplitExplorer(Explorer):
         chip.set_title(f"first wave: {busy} of {self.processors} busy", fontsize=10.5)
         counts = np.arange(1, 65)
         curve.plot(counts, [100 * self.filled(int(n)) for n in counts], color=plots.GREY, lw=1.3)
-        curve.axhline(85, color=plots.ORANGE, lw=1.5, ls="--", label="85 %: good enough")
+        enough = 100 * self.rule()[1]
+        curve.axhline(enough, color=plots.ORANGE, lw=1.5, ls="--", label=f"{enough:.0f} %: good enough")
         curve.plot(splits, 100 * self.filled(splits), "o", color=plots.RED, ms=9, mec=plots.INK, label=f"{splits} split{'s' * (splits != 1)}")
         curve.set(xlabel="splits of each sequence", ylabel="% of program slots filled", ylim=(0, 108), xlim=(0, 65))
         curve.grid(True, lw=0.6)
@@ -237,7 +245,7 @@ class SplitExplorer(Explorer):
         text = (
             f"{self.tasks()} programs without splits; x {splits} = {programs}, in {waves} wave{'s' * (waves != 1)} of "
             f"{self.slots} ({self.slots // self.processors} for each processor). Each program reads about "
-            f"{-(-self.context.value // splits):,} keys. The rung itself would choose {self.chosen()}."
+            f"{-(-self.context.value // splits):,} keys. Step {'07' if self.packed.value else '06'} itself would choose {self.chosen()}."
         )
         return figure, text
 
