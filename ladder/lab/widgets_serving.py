@@ -161,7 +161,7 @@ class PageExplorer(Explorer):
         table.spines[["left", "bottom"]].set_visible(False)
         table.set_title("block_table: pages in order")
         taken = len(owners) * size
-        text = problem or f"<b>{self.EVENTS[self.event.value][0]}.</b>"
+        text = f"<b>{problem or self.EVENTS[self.event.value][0]}.</b>"
         text += (
             f" {cache.free_pages} of {pages} pages free; {taken - live} of {taken} slots taken are empty (dotted): "
             f"less than one page for each sequence."
