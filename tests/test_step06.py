@@ -50,7 +50,7 @@ def test_pages_shared_between_sequences():
 
 @pytest.mark.parametrize("scores", ("huge", "sunken"))
 def test_logits_of_5e4(scores):
-    inputs = inputs_of(PROBLEMS["group of 3"].replace(lengths=(0, 70), dtype="float32"))
+    inputs = inputs_of(PROBLEMS["group of 3"].replace(lengths=(0, 70), dtype="float16"))  # a merge is as exact as a float32 lse near 5e4
     size = (5e4 / 32) ** 0.5
     if scores == "huge":
         inputs.q.copy_(inputs.q.sign() * size)

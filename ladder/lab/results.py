@@ -154,9 +154,12 @@ def _git(root, *args):
 def _command():
     """The command line of this process, as a reader would type it."""
     program = Path(sys.argv[0])
-    if program.name == "__main__.py":
-        return shlex.join(["python", "-m", program.parent.name, *sys.argv[1:]])
-    return shlex.join(["python", program.name, *sys.argv[1:]])
+    packages = [folder for folder in program.parents if (folder / "__init__.py").exists()]
+    if not packages:
+        return shlex.join(["python", program.name, *sys.argv[1:]])
+    module = program.with_suffix("").relative_to(packages[-1].parent).parts
+    name = ".".join(module[:-1] if module[-1] == "__main__" else module)
+    return shlex.join(["python", "-m", name, *sys.argv[1:]])
 
 
 def _version(package):

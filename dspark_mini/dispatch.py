@@ -1,0 +1,475 @@
+"""Tokens to experts and back, over torch.distributed.
+
+One MoE layer on rank r (= GPU r): every token here has `top_k` experts, and an expert may live on several
+ranks.
+
+1. *Counts first.* All ranks gather everybody's tokens per expert, together with what must agree: layer,
+   widths, dtype, placement. Any disagreement raises the same `ExchangeError` on every rank, before a single
+   row is sent. This is not politeness: gloo returns silently, with wrong data, when two ranks disagree on
+   sizes.
+2. *Split.* From the summed counts every rank computes the same division over copies, and from that the same
+   matrix of rows that each rank sends to each slot. No further negotiation; receivers know what arrives, in
+   which order.
+3. *Dispatch.* One all-to-all of token rows, sorted by slot. 4. *Experts.* Rows grouped by slot. 5. *Combine.*
+   The all-to-all in reverse, and each token sums its experts' results in the order of its own top-k list.
+
+A rank with no tokens, or with only cold experts, still joins all three collectives with empty buffers.
+
+Step 5 fixes the order of summation, and `expert_mlp` makes a row's result independent of the rows beside it.
+So on a CPU the output is bit-identical to one process that holds all experts, however tokens were split.
+
+Rows travel once per (token, expert). Sending a token once per rank that needs it would save up to (top_k - 1)
+/ top_k of the dispatch bytes, but not of the combine bytes, at the price of indices in the payload; this is
+the simple form.
+
+Counts travel on the CPU (gloo), rows on the device of `x` (gloo or NCCL): a group made with backend
+"cpu:gloo,cuda:nccl" serves both.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .load import count_tokens
+from .split import assign_sources, gpu_tokens, split_batch
+
+__all__ = [
+    "ExchangeError",
+    "ExchangePlan",
+    "Experts",
+    "combine",
+    "dispatch",
+    "exchange_rows",
+    "expert_mlp",
+    "make_expert",
+    "migrate",
+    "moe_forward",
+    "moe_reference",
+    "plan_exchange",
+    "row_matmul",
+]
+
+ROWS = 16  # rows per matrix product on a CPU: with one fixed shape, BLAS computes every row in the same way
+HEADER = ("layer", "placement", "width", "dtype", "top_k", "pairs")
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+
+
+class ExchangeError(RuntimeError):
+    """Ranks disagree about what they are about to exchange. Raised on all of them, before the payload."""
+
+
+# ------------------------------------------------------------------------------------------------- experts
+
+
+def make_expert(layer, expert, *, dim, hidden, seed=0, dtype=torch.float32):
+    """The weights of one expert, made from its name alone: (w_in (dim, 2 * hidden), w_out (hidden, dim)).
+
+    Stands for a checkpoint: any rank can load any expert at any time and get the same bits.
+    """
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + layer) * 1_000_003 + expert)
+    w_in = torch.randn(dim, 2 * hidden, generator=generator) * dim**-0.5
+    w_out = torch.randn(hidden, dim, generator=generator) * hidden**-0.5
+    return w_in.to(dtype), w_out.to(dtype)
+
+
+def row_matmul(x, weight):
+    """x (rows, n) @ weight (n, m), every row computed as if it were alone.
+
+    On a CPU the product is done ROWS rows at a time, the last block padded with zeros. BLAS picks other
+    kernels for other row counts, and with them other orders of summation; one shape means one order.
+    """
+    if x.is_cuda:
+        return x @ weight
+    out = x.new_empty(len(x), weight.shape[1])
+    for start in range(0, len(x), ROWS):
+        block = x[start : start + ROWS]
+        n = len(block)
+        if n < ROWS:
+            block = torch.cat([block, x.new_zeros(ROWS - n, x.shape[1])])
+        out[start : start + n] = (block @ weight)[:n]
+    return out
+
+
+def expert_mlp(x, w_in, w_out):
+    """SwiGLU: (silu(x w_gate) * (x w_up)) w_out for x (rows, dim); w_in (dim, 2 * hidden) holds gate and up."""
+    gate, up = row_matmul(x, w_in).chunk(2, dim=-1)
+    return row_matmul(torch.nn.functional.silu(gate) * up, w_out)
+
+
+class Experts:
+    """The expert copies that one rank holds: weights (layers, slots, ...) on one device, and which expert is
+    where.
+
+    `held` (layers, slots) int64 tells what is really in memory; it changes together with the weights and
+    nothing else.
+    """
+
+    def __init__(self, held, *, dim, hidden, seed=0, dtype=torch.float32, device="cpu"):
+        self.held = np.array(held, dtype=np.int64)
+        self.dim, self.hidden, self.seed, self.dtype, self.device = (
+            dim,
+            hidden,
+            seed,
+            dtype,
+            torch.device(device),
+        )
+        layers, slots = self.held.shape
+        # One row per slot, so that a copy moves as one row of `exchange_rows`.
+        self.weights = torch.zeros(layers, slots, 3 * dim * hidden, dtype=dtype, device=self.device)
+        for layer, slot in np.ndindex(layers, slots):
+            if self.held[layer, slot] >= 0:
+                self.load(layer, slot, int(self.held[layer, slot]))
+
+    def load(self, layer, slot, expert):
+        """Fetch an expert from storage into a slot."""
+        self.weights[layer, slot] = self.stored(layer, expert)
+        self.held[layer, slot] = expert
+
+    def stored(self, layer, expert):
+        w_in, w_out = make_expert(
+            layer, expert, dim=self.dim, hidden=self.hidden, seed=self.seed, dtype=self.dtype
+        )
+        return torch.cat([w_in.flatten(), w_out.flatten()]).to(self.device)
+
+    def matrices(self, layer, slot):
+        """(w_in (dim, 2 * hidden), w_out (hidden, dim)) of a slot, as views."""
+        row, cut = self.weights[layer, slot], 2 * self.dim * self.hidden
+        return row[:cut].view(self.dim, 2 * self.hidden), row[cut:].view(self.hidden, self.dim)
+
+    def resize(self, slots):
+        """Have room for `slots` slots per layer; new ones are empty (-1)."""
+        layers, old = self.held.shape
+        if slots > old:
+            self.weights = torch.cat(
+                [self.weights, self.weights.new_zeros(layers, slots - old, self.weights.shape[2])], 1
+            )
+            self.held = np.concatenate([self.held, np.full((layers, slots - old), -1)], axis=1)
+
+
+def moe_reference(x, topk_ids, topk_weights, layer, *, num_experts, hidden, seed=0):
+    """The layer in one process: x (tokens, dim), topk_ids and topk_weights (tokens, top_k), -1 for no expert."""
+    flat = topk_ids.flatten()
+    results = x.new_zeros(len(flat), x.shape[1])
+    token = torch.arange(len(flat), device=x.device) // topk_ids.shape[1]
+    for expert in range(num_experts):
+        pair = (flat == expert).nonzero().flatten()
+        if len(pair):
+            weights = make_expert(layer, expert, dim=x.shape[1], hidden=hidden, seed=seed, dtype=x.dtype)
+            results[pair] = expert_mlp(x[token[pair]], *(w.to(x.device) for w in weights))
+    return _weighted_sum(results.view(*topk_ids.shape, x.shape[1]), topk_ids, topk_weights)
+
+
+def _weighted_sum(results, topk_ids, topk_weights):
+    """sum_k weight_k * result_k per token, in the order of k; padding counts as zero."""
+    weights = torch.where(topk_ids >= 0, topk_weights, 0).to(results.dtype)
+    out = torch.zeros_like(results[:, 0])
+    for k in range(topk_ids.shape[1]):
+        out = out + weights[:, k, None] * results[:, k]
+    return out
+
+
+# ------------------------------------------------------------------------------------------------- exchange
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """What one layer's exchange does, equal on all ranks except `order`.
+
+    sends       (ranks, slots) int64, rows from each rank to each slot
+    order       (rows sent,) int64 on this rank: the (token, k) pairs, flattened, in the order they are sent
+    counts      (experts,) int64, tokens per expert over all ranks
+    """
+
+    sends: np.ndarray
+    order: np.ndarray
+    counts: np.ndarray
+    rank: int
+    slot_gpu: np.ndarray
+
+    @property
+    def rank_tokens(self):
+        """(ranks,) int64: rows that each rank's experts compute."""
+        return np.bincount(self.slot_gpu, self.sends.sum(axis=0), len(self.sends)).astype(np.int64)
+
+    @property
+    def traffic(self):
+        """(ranks, ranks) int64: rows from rank to rank, in dispatch; combine is its transpose."""
+        first = np.searchsorted(self.slot_gpu, np.arange(len(self.sends)))
+        return np.add.reduceat(self.sends, first, axis=1)
+
+    @property
+    def local(self):
+        """(ranks, local slots) int64: rows that arrive here."""
+        return self.sends[:, self.slot_gpu == self.rank]
+
+
+def plan_exchange(
+    topk_ids, placement, layer, *, width, dtype=torch.float32, group=None, split=split_batch, refuse=None
+):
+    """Exchange counts, check that all ranks agree, and plan who sends what where (steps 1 and 2).
+
+    topk_ids (tokens, top_k) integers, -1 for padding. `split` is the division rule, `split_batch` or a
+    baseline with its signature. Collective: every rank calls it, with zero tokens if it has none. Raises
+    ExchangeError on all ranks if they disagree, ValueError (on this rank) for bad ids. `refuse` is an error to
+    raise instead of going on, once the other ranks, who wait for our counts, have been told.
+    """
+    rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    ids = topk_ids.detach().cpu().numpy() if isinstance(topk_ids, Tensor) else np.asarray(topk_ids)
+    mine, bad = np.zeros(placement.num_experts, dtype=np.int64), refuse
+    try:
+        mine = count_tokens(ids, placement.num_experts)
+    except ValueError as error:  # tell the others before leaving: they are waiting for our counts
+        bad = error
+    top_k = ids.shape[1] if ids.ndim == 2 else 0
+    header = [layer, placement.digest(), width, DTYPES.get(dtype, -1), top_k, -1 if bad else int(mine.sum())]
+    everyone = _gather(np.concatenate([header, mine]), group, ranks)
+    heads, rank_counts = everyone[:, : len(HEADER)], everyone[:, len(HEADER) :]
+    if bad is not None:
+        raise bad
+    _check_heads(heads, rank_counts, placement, ranks)
+    counts = rank_counts.sum(axis=0)
+    sends = assign_sources(rank_counts, split(counts, placement, layer), placement, layer)
+
+    # Pairs sorted by expert line up with the slots sorted by expert: the first sends[slot] go to the first
+    # slot, ...
+    flat = ids.ravel()
+    by_expert = np.argsort(flat, kind="stable")[np.count_nonzero(flat < 0) :]
+    slots = np.concatenate([np.array(s) for s in placement.slots_of(layer)])
+    slot_of_pair = np.repeat(slots, sends[rank, slots])
+    order = by_expert[np.argsort(slot_of_pair, kind="stable")]
+    plan = ExchangePlan(sends, order, counts, rank, placement.slot_gpu)
+    if (
+        ranks > 1
+    ):  # the same arithmetic everywhere, or a difference in version or hardware: find out before sending
+        marks = _gather(np.array([_mark(sends)]), group, ranks).ravel()
+        if (marks != marks[0]).any():
+            raise ExchangeError(
+                f"ranks {np.flatnonzero(marks != marks[0]).tolist()} planned another exchange than rank 0"
+            )
+    return plan
+
+
+def _gather(row, group, ranks):
+    """All-gather one int64 row per rank: (ranks, n). On the CPU, unless the group speaks nothing but NCCL."""
+    if ranks == 1:
+        return row[None].astype(np.int64)
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    mine = torch.from_numpy(np.ascontiguousarray(row, dtype=np.int64)).to(device)
+    rows = [torch.empty_like(mine) for _ in range(ranks)]
+    dist.all_gather(rows, mine, group=group)
+    return torch.stack(rows).cpu().numpy()
+
+
+def _check_heads(heads, rank_counts, placement, ranks):
+    if ranks != placement.num_gpus:
+        raise ExchangeError(
+            f"the group has {ranks} ranks, but the placement is for {placement.num_gpus} GPUs"
+        )
+    column = dict(zip(HEADER, heads.T))
+    if (column["pairs"] < 0).any():
+        raise ExchangeError(
+            f"ranks {np.flatnonzero(column['pairs'] < 0).tolist()} have invalid expert ids, or not their experts"
+        )
+    for name in ("layer", "placement", "width", "dtype", "top_k"):
+        values = column[name]
+        if (values != values[0]).any():
+            raise ExchangeError(f"ranks disagree on {name}: {values.tolist()}, one value per rank")
+    wrong = (rank_counts.sum(axis=1) != column["pairs"]) | (rank_counts < 0).any(axis=1)
+    if wrong.any():
+        raise ExchangeError(f"ranks {np.flatnonzero(wrong).tolist()} sent counts that do not add up")
+
+
+def _mark(sends):
+    """A fingerprint of an integer matrix, computed with wrap-around arithmetic."""
+    flat = sends.ravel().astype(np.uint64)
+    factor = np.arange(1, len(flat) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return int((flat * (factor | np.uint64(1))).sum() >> np.uint64(1))
+
+
+def exchange_rows(rows, send, receive, group=None, out=None):
+    """All-to-all of rows: send[r] rows to rank r, in order; receive[r] rows come from rank r.
+
+    rows (sum of send, ...) any strides; send and receive: a whole number per rank. Returns (sum of receive,
+    ...), or fills `out`, which may have any strides. With more than one rank the counts are compared with the
+    other side's before the payload: every rank of a group that disagrees raises ExchangeError.
+    """
+    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    send, receive = [int(n) for n in send], [int(n) for n in receive]
+    shape = (sum(receive), *rows.shape[1:])
+    problem = ""
+    if len(send) != ranks or len(receive) != ranks or min(send + receive) < 0:
+        problem = f"send and receive must hold {ranks} counts >= 0, got {send} and {receive}"
+    elif sum(send) != len(rows):
+        problem = f"send must add up to the {len(rows)} rows, got {send}"
+    elif out is not None and (tuple(out.shape) != shape or out.dtype != rows.dtype):
+        problem = f"out must be {rows.dtype} of shape {shape}, got {out.dtype} {tuple(out.shape)}"
+    if ranks > 1:
+        width = rows[0:1].numel() if len(rows) else int(np.prod(rows.shape[1:]))
+        report = [
+            bool(problem),
+            width,
+            DTYPES.get(rows.dtype, -1),
+            *(send if not problem else [0] * ranks),
+            *(receive if not problem else [0] * ranks),
+        ]
+        table = _gather(np.array(report), group, ranks)
+        sends, receives = table[:, 3 : 3 + ranks], table[:, 3 + ranks :]
+        if problem:
+            raise ValueError(problem)
+        if table[:, 0].any():
+            raise ExchangeError(f"ranks {np.flatnonzero(table[:, 0]).tolist()} refused to exchange")
+        if (table[:, 1:3] != table[0, 1:3]).any():
+            raise ExchangeError(f"ranks disagree on (row width, dtype): {table[:, 1:3].tolist()}")
+        if (sends != receives.T).any():
+            a, b = np.argwhere(sends != receives.T)[0]
+            raise ExchangeError(
+                f"rank {a} sends {sends[a, b]} rows to rank {b}, which expects {receives[b, a]}"
+            )
+    elif problem:
+        raise ValueError(problem)
+    return _all_to_all(rows, send, receive, group, out)
+
+
+def _all_to_all(rows, send, receive, group, out=None):
+    """The bare collective on contiguous buffers: a strided output would be filled wrongly by gloo, without a
+    word."""
+    rows = rows.contiguous()
+    shape = (sum(receive), *rows.shape[1:])
+    buffer = out if out is not None and out.is_contiguous() else rows.new_empty(shape)
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        dist.all_to_all_single(buffer, rows, list(receive), list(send), group=group)
+    else:
+        buffer.copy_(rows)
+    if out is not None and buffer is not out:
+        out.copy_(buffer)
+        return out
+    return buffer
+
+
+def dispatch(x, topk_ids, plan, group=None):
+    """Send the rows of x (tokens, dim) to the slots of `plan`; returns the rows for this rank, grouped by
+    local slot."""
+    pair = torch.from_numpy(plan.order).to(x.device)
+    rows = x.index_select(0, pair // topk_ids.shape[1])
+    received = _all_to_all(rows, plan.traffic[plan.rank].tolist(), plan.traffic[:, plan.rank].tolist(), group)
+    return received.index_select(0, torch.from_numpy(_by_slot(plan.local)).to(x.device))
+
+
+def combine(results, topk_ids, topk_weights, plan, group=None):
+    """Send the results, grouped by local slot, back to their tokens and sum them: (tokens, dim)."""
+    undo = np.argsort(_by_slot(plan.local), kind="stable")
+    rows = results.index_select(0, torch.from_numpy(undo).to(results.device))
+    back = _all_to_all(rows, plan.traffic[:, plan.rank].tolist(), plan.traffic[plan.rank].tolist(), group)
+    pairs = results.new_zeros(topk_ids.numel(), results.shape[1])
+    pairs[torch.from_numpy(plan.order).to(results.device)] = back
+    return _weighted_sum(pairs.view(*topk_ids.shape, results.shape[1]), topk_ids, topk_weights)
+
+
+def _by_slot(local):
+    """Rows arrive by (rank, slot); the permutation that groups them by (slot, rank)."""
+    ranks, slots = local.shape
+    start = np.concatenate([[0], np.cumsum(local.ravel())[:-1]]).reshape(ranks, slots)
+    blocks = [np.arange(start[r, s], start[r, s] + local[r, s]) for s in range(slots) for r in range(ranks)]
+    return np.concatenate(blocks).astype(np.int64) if blocks else np.zeros(0, dtype=np.int64)
+
+
+def moe_forward(
+    x, topk_ids, topk_weights, experts, placement, layer, *, group=None, split=split_batch, stats=None
+):
+    """One MoE layer over all ranks of `group`.
+
+    x (tokens, dim), topk_ids (tokens, top_k) integers with -1 for padding, topk_weights like topk_ids;
+    `experts` is this rank's `Experts`, which must hold what `placement` says. Returns (tokens, dim).
+    Collective. `stats`, a dict, receives the ExchangePlan as "plan" and the seconds of "compute" and
+    "exchange" on this rank.
+    """
+    # Ranks that share cores must not count each other's time, so on a CPU the compute clock is this thread's
+    # own.
+    clock = time.perf_counter if x.is_cuda else time.thread_time
+    start = time.perf_counter()
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    wanted = placement.slot_expert[layer, placement.slot_gpu == rank]
+    held = experts.held[layer, : len(wanted)]
+    refuse = None
+    if held.shape != wanted.shape or (held != wanted).any():
+        refuse = ValueError(f"experts must hold {wanted.tolist()} in layer {layer}, got {held.tolist()}")
+    plan = plan_exchange(
+        topk_ids,
+        placement,
+        layer,
+        width=x.shape[1],
+        dtype=x.dtype,
+        group=group,
+        split=split,
+        refuse=refuse,
+    )
+    rows = dispatch(x, topk_ids, plan, group)
+    _finish(x)
+    middle, compute = time.perf_counter(), clock()
+    results = torch.empty_like(rows)
+    begin = 0
+    for slot, n in enumerate(plan.local.sum(axis=0).tolist()):
+        if n:
+            results[begin : begin + n] = expert_mlp(rows[begin : begin + n], *experts.matrices(layer, slot))
+        begin += n
+    _finish(x)
+    end, compute = time.perf_counter(), clock() - compute
+    out = combine(results, topk_ids, topk_weights, plan, group)
+    if stats is not None:
+        _finish(x)
+        stats.update(plan=plan, compute=compute, exchange=middle - start + time.perf_counter() - end)
+    return out
+
+
+def _finish(x):
+    """Wait for the GPU, so that the two clocks of `moe_forward` mean something."""
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+
+
+def migrate(experts, moves, placement, *, group=None):
+    """Carry out `moves` (list of `Move`, slots numbered in `placement`): fetch copies from their ranks, or
+    from storage.
+
+    Layer by layer, so that memory for one layer's copies is enough. All copies arrive in a buffer before any
+    slot of that layer is overwritten, since the moves are simultaneous. Collective; returns the bytes this
+    rank received.
+    """
+    rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    gpu = placement.slot_gpu
+    first = np.searchsorted(gpu, np.arange(placement.num_gpus))
+    received = 0
+    for layer in sorted({move.layer for move in moves}):
+        here = [move for move in moves if move.layer == layer]
+        sent = sorted(
+            (m for m in here if m.source >= 0 and gpu[m.source] == rank),
+            key=lambda m: (gpu[m.target], m.target),
+        )
+        wanted = sorted(
+            (m for m in here if m.source >= 0 and gpu[m.target] == rank),
+            key=lambda m: (gpu[m.source], m.target),
+        )
+        stored = [
+            (m, experts.stored(layer, m.expert)) for m in here if m.source < 0 and gpu[m.target] == rank
+        ]
+        rows = experts.weights[layer, [int(m.source - first[rank]) for m in sent]]
+        send = np.bincount([gpu[m.target] for m in sent], minlength=ranks)
+        receive = np.bincount([gpu[m.source] for m in wanted], minlength=ranks)
+        arrived = exchange_rows(rows, send, receive, group)
+        received += arrived.numel() * arrived.element_size()
+        for move, row in [*zip(wanted, arrived), *stored]:
+            slot = int(move.target - first[rank])
+            experts.weights[layer, slot] = row
+            experts.held[layer, slot] = move.expert
+    return received
+
+
+def layer_gpu_tokens(counts, placement, layer, split=split_batch):
+    """Tokens per GPU (gpus,) int64 that `split` gives for a batch's counts (experts,)."""
+    return gpu_tokens(split(counts, placement, layer), placement)

@@ -1,0 +1,81 @@
+"""The cluster: nodes, GPUs, and what a transfer between two of them costs.
+
+A link is described by two numbers (the alpha-beta model of Hockney, 1994): a message of n bytes takes alpha +
+n / beta seconds. Two kinds of link are enough to place experts well: inside a node, and between nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["Link", "Topology"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """`latency_s` seconds before the first byte, then `bytes_per_s`."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def __post_init__(self):
+        if not self.latency_s >= 0 or not self.bytes_per_s > 0:
+            raise ValueError(f"a link needs latency_s >= 0 and bytes_per_s > 0, got {self}")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """`num_nodes` nodes of `gpus_per_node` GPUs; GPU g lives on node g // gpus_per_node.
+
+    The default links are one direction of an H200's NVLink (450 GB/s) and of one 400 Gbit/s network port per
+    GPU (50 GB/s), data-sheet figures, with latencies of the order that collectives show.
+    """
+
+    num_nodes: int = 1
+    gpus_per_node: int = 8
+    intra: Link = Link(5e-6, 450e9)
+    inter: Link = Link(15e-6, 50e9)
+
+    def __post_init__(self):
+        if self.num_nodes < 1 or self.gpus_per_node < 1:
+            raise ValueError(
+                f"num_nodes and gpus_per_node must be positive, got {self.num_nodes} and {self.gpus_per_node}"
+            )
+
+    @property
+    def num_gpus(self):
+        return self.num_nodes * self.gpus_per_node
+
+    def node_of(self, gpu):
+        """Node of GPU `gpu` (an int or an array of ints)."""
+        return gpu // self.gpus_per_node
+
+    def transfer_s(self, source, target, num_bytes):
+        """Seconds to send `num_bytes` from GPU `source` to GPU `target`; 0 where both are the same."""
+        if source == target:
+            return 0.0
+        link = self.intra if self.node_of(source) == self.node_of(target) else self.inter
+        return link.latency_s + num_bytes / link.bytes_per_s
+
+    def all_to_all_s(self, traffic):
+        """Seconds for an all-to-all that moves `traffic` (gpus, gpus) bytes from row to column.
+
+        Every GPU has one port per kind of link, each way, and all ports work at once; the busiest port
+        decides. Returns a float. This is a lower bound of a real all-to-all: contention inside the network is
+        not modelled.
+        """
+        traffic = np.asarray(traffic, dtype=np.float64)
+        if traffic.shape != (self.num_gpus, self.num_gpus):
+            raise ValueError(f"traffic must have shape {(self.num_gpus, self.num_gpus)}, got {traffic.shape}")
+        node = self.node_of(np.arange(self.num_gpus))
+        same_node = node[:, None] == node[None, :]
+        off_gpu = ~np.eye(self.num_gpus, dtype=bool)
+        seconds = 0.0
+        for link, mask in ((self.intra, same_node & off_gpu), (self.inter, ~same_node)):
+            moved = np.where(mask, traffic, 0.0)
+            busiest = max(moved.sum(axis=0).max(), moved.sum(axis=1).max())
+            if busiest > 0:
+                seconds = max(seconds, link.latency_s + busiest / link.bytes_per_s)
+        return seconds

@@ -1,0 +1,163 @@
+"""The paged allocator: a model check against plain bookkeeping, sharing, eviction, compaction, fragmentation."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from dspark_mini import KVPool, OutOfPages
+from dspark_mini.kv_pool import ContiguousPool
+
+
+class Machine(RuleBasedStateMachine):
+    """Random use of a small pool. `text` is what each sequence holds; `memory` what is in the pages."""
+
+    def __init__(self):
+        super().__init__()
+        self.pool, self.size = KVPool(12, 4), 4
+        self.text, self.memory, self.next = {}, {}, 0
+        self.prefixes = {}
+
+    def write(self, name, start):
+        pages = self.pool.pages(name)
+        for i in range(start, len(self.text[name])):
+            self.memory[pages[i // self.size], i % self.size] = self.text[name][i]
+
+    @rule(tokens=st.integers(1, 20), use=st.sampled_from([None, "p", "q"]))
+    def allocate(self, tokens, use):
+        name, self.next = self.next, self.next + 1
+        before = self.pool.stats()
+        try:
+            pages, hit = self.pool.allocate(name, tokens, prefix=use)
+        except OutOfPages:
+            assert self.pool.stats() == before
+            assert -(-tokens // 4) * 4 > self.pool.available() or use
+            return
+        assert len(pages) == -(-tokens // 4) and hit % 4 == 0 and hit <= tokens
+        self.text[name] = self.prefixes[use][:hit] if hit else []
+        self.text[name] = self.text[name] + [(name, i) for i in range(hit, tokens)]
+        self.write(name, hit)
+
+    @precondition(lambda self: self.text)
+    @rule(data=st.data(), tokens=st.integers(1, 6))
+    def append(self, data, tokens):
+        name = data.draw(st.sampled_from(sorted(self.text)))
+        try:
+            _, copies = self.pool.append(name, tokens)
+        except OutOfPages:
+            return
+        for source, target in copies:
+            for i in range(self.size):
+                self.memory[target, i] = self.memory.get((source, i))
+        start = len(self.text[name])
+        self.text[name] = self.text[name] + [(name, "more", start + i) for i in range(tokens)]
+        self.write(name, start)
+
+    @precondition(lambda self: self.text)
+    @rule(data=st.data())
+    def fork(self, data):
+        name, child = data.draw(st.sampled_from(sorted(self.text))), self.next
+        self.next += 1
+        self.pool.fork(name, child)
+        self.text[child] = list(self.text[name])
+
+    @precondition(lambda self: self.text)
+    @rule(data=st.data(), prefix=st.sampled_from(["p", "q"]))
+    def keep(self, data, prefix):
+        name = data.draw(st.sampled_from(sorted(self.text)))
+        tokens = data.draw(st.integers(1, len(self.text[name])))
+        self.pool.cache_prefix(prefix, name, tokens)
+        self.prefixes[prefix] = self.text[name][: tokens // 4 * 4]
+
+    @precondition(lambda self: self.text)
+    @rule(data=st.data())
+    def free(self, data):
+        name = data.draw(st.sampled_from(sorted(self.text)))
+        self.pool.free(name)
+        del self.text[name]
+
+    @rule()
+    def compact(self):
+        moves = self.pool.compaction()
+        stats = self.pool.stats()
+        live = stats.used + stats.cached
+        assert all(source >= live > target for source, target in moves)  # the least that can be moved
+        for source, target in moves:
+            for i in range(self.size):
+                self.memory[target, i] = self.memory.get((source, i))
+        self.pool.apply(moves)
+        assert self.pool.compaction() == []
+
+    @invariant()
+    def everything_is_where_it_was_written(self):
+        for name, text in self.text.items():
+            pages = self.pool.pages(name)
+            assert [self.memory[pages[i // 4], i % 4] for i in range(len(text))] == text
+        stats = self.pool.stats()
+        assert stats.used + stats.cached + stats.free == 12
+        used = {page for name in self.text for page in self.pool.pages(name)}
+        assert stats.used == len(used) and stats.tokens + stats.internal == 4 * len(used)
+
+
+TestPool = Machine.TestCase
+TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_a_shared_prefix_is_stored_once():
+    pool = KVPool(100, 16)
+    pool.allocate("first", 160)
+    pool.cache_prefix("system", "first", 128)
+    hits = [pool.allocate(i, 160, prefix="system")[1] for i in range(10)]
+    assert hits == [128] * 10
+    assert pool.stats().used == 8 + 11 * 2
+    for name in ("first", *range(10)):
+        pool.free(name)
+    assert (pool.stats().used, pool.stats().cached, pool.stats().free) == (0, 8, 92)
+    pool.allocate("big", 1600)  # the memory is wanted: the prefix goes
+    assert pool.stats().cached == 0
+
+
+def test_paging_wastes_less_than_reserving():
+    rng = np.random.default_rng(0)
+    paged, contiguous, served = KVPool(1024, 16), ContiguousPool(1024 * 16), [0, 0]
+    lengths = rng.integers(100, 2000, 400)
+    for which, pool in enumerate((paged, contiguous)):
+        for name, length in enumerate(lengths.tolist()):
+            try:
+                pool.allocate(name, length, *([2048] if which else []))
+                served[which] += 1
+            except OutOfPages:
+                break
+    assert served[0] > 1.5 * served[1]
+    assert paged.stats().internal < 16 * served[0] and paged.stats().external == 0
+    assert paged.stats().utilisation > 0.98
+    assert contiguous.stats().utilisation < 0.7
+
+
+def test_holes_are_useless_to_a_contiguous_pool():
+    pool = ContiguousPool(100)
+    for name in range(10):
+        pool.allocate(name, 10, 10)
+    for name in range(0, 10, 2):
+        pool.free(name)
+    assert pool.stats(wanted=20).external == 50 == pool.stats().free
+    with pytest.raises(OutOfPages):
+        pool.allocate("big", 20, 20)
+
+
+def test_misuse_is_named():
+    pool = KVPool(4, 4)
+    pool.allocate("a", 4)
+    for call, message in (
+        (lambda: KVPool(0), "num_pages"),
+        (lambda: pool.allocate("a", 1), "already"),
+        (lambda: pool.allocate("b", 0), "tokens"),
+        (lambda: pool.free("zzz"), "not in the pool"),
+        (lambda: pool.cache_prefix("p", "a", 5), "1 .. 4"),
+        (lambda: pool.apply([(3, 0)]), "live pages"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(OutOfPages, match="5 pages wanted"):
+        pool.allocate("c", 20)
