@@ -109,10 +109,14 @@ def speed(doc, upto, problems=None):
         best = min(peers, key=lambda n: peers[n]["ms"]["median"]) if peers else None
         cells += [implementation_title(best), us(peers[best])] if best else ["-", "-"]
         lines.append(f"| {name} | {plots.size(problem.kv_bytes)} | {' | '.join(cells)} |")
-    lines.append(
-        f"\n*{results.caption(doc)}; medians of CUDA-graph launches with a cold L2. The rungs read pages; the peers read the "
-        "same numbers from contiguous memory.*"
+    note = (
+        f"{results.caption(doc)}; medians of CUDA-graph launches with a cold L2. The rungs read pages; the peers read the same "
+        "numbers from contiguous memory. The read limit is what a plain reading kernel reached in the same run; a kernel may "
+        "exceed it by a per cent or two."
     )
+    if any("does not support paged KV" in failure["error"] for failure in doc.get("failures", ())):
+        note += " FlashAttention-3 is missing: the build at hand does not read pages."
+    lines.append(f"\n*{note}*")
     return Markdown("\n".join(lines))
 
 
