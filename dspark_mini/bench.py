@@ -109,6 +109,7 @@ def bench(traces=None, progress=False):
         "commit": _commit(),
         "command": "OMP_NUM_THREADS=1 python -m dspark_mini bench --record notebooks/results/dspark.json",
         "machine": _machine(),
+        "limits": None,  # nothing here is compared with a machine's limits
         "rows": record.rows,
     }
 

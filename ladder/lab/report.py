@@ -63,6 +63,55 @@ def ladder_table(doc):
     return "\n".join(lines)
 
 
+def decode_table(doc):
+    """Decode over a paged cache: TB/s of K and V read, one column an implementation."""
+    columns = ("step06_paged", "step07_dflash1", "sdpa_flash", "sdpa_cudnn")
+    rows = [r for r in doc["rows"] if r["case"].get("mode") == "decode" and r["impl"] in columns and "tbs" in r]
+    wanted = dict(Hq=32, Hkv=8, D=128, Sq=1, page_size=64)
+    table, read = {}, doc["limits"]["read_tbs"]
+    for row in rows:
+        case = row["case"]
+        if all(case.get(k) == v for k, v in wanted.items()) and "lengths" not in case:
+            table.setdefault((case["B"], case["Sk"]), {})[row["impl"]] = row
+    table = {key: found for key, found in sorted(table.items()) if set(found) == set(columns)}
+    lines = [
+        "| sequences x context | K + V | " + " | ".join(f"**{title(c)}**" if c.startswith("step") else title(c) for c in columns) + " |",
+        "|---|--:|" + "--:|" * len(columns),
+    ]
+    for (batch, context), found in table.items():
+        kv = 2 * batch * context * wanted["Hkv"] * wanted["D"] * 2
+        cells = [f"{found[c]['tbs']:.2f} ({found[c]['tbs'] / read:.0%})" for c in columns]
+        lines.append(f"| {batch} x {context // 1024}k | {_bytes(kv)} | " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        f"TB/s of K and V read, and the share of the {read:.2f} TB/s that reading reaches here; 32 query and 8 KV heads of 128, "
+        f"one new token, bf16, pages of 64 for the rungs, contiguous K and V for the peers, replayed from CUDA graphs; "
+        f"{results.caption(doc)}, commit {doc['commit']}, by `{doc['command']}`.",
+    ]
+    return "\n".join(lines)
+
+
+def scheduler_table(doc):
+    """What dspark_mini reaches beside DeepSeek's greedy EPLB and a plan without copies."""
+    loads = ("Zipf 1.2", "Zipf 0.8", "R1-like (generated)")
+    lines = ["| load | GPUs / slots | no copies | replicate and pack (EPLB) | **dspark_mini** | bound |", "|---|--:|--:|--:|--:|--:|"]
+    for load in loads:
+        found = {}
+        for row in doc["rows"]:
+            case = row["case"]
+            if row["target_no"] == 1 and case.get("load") == load and row["metric"] == "balancedness, median":
+                found.setdefault((case["gpus"], case["slots"]), {})[row["impl"]] = row["value"]
+        for (gpus, slots), values in found.items():
+            if {"none", "replicate_and_pack", "place", "bound"} <= set(values):
+                lines.append(f"| {load} | {gpus} / {slots} | {values['none']:.3f} | {values['replicate_and_pack']:.3f} | {values['place']:.4f} | {values['bound']:.4f} |")
+    lines += [
+        "",
+        "Balancedness: mean GPU load / largest GPU load, median over layers, 256 experts; 1 is perfect. "
+        f"Recorded {doc['recorded'][:10]}, by `{doc['command']}`.",
+    ]
+    return "\n".join(lines)
+
+
 def climb_figure(doc):
     """Time of every implementation on the largest case they share, and peak memory against sequence length.
 
@@ -170,7 +219,11 @@ def _bytes(count):
     return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
 
 
-SECTIONS = {"ladder-table": ("ladder", ladder_table)}
+SECTIONS = {
+    "ladder-table": ("ladder", ladder_table),
+    "decode-table": ("step07_dflash1", decode_table),
+    "scheduler-table": ("dspark", scheduler_table),
+}
 FIGURES = {"ladder.png": ("ladder", climb_figure)}
 
 
