@@ -107,8 +107,8 @@ def test_launch_config_is_made_of_powers_of_two_that_cover_the_head(shared_memor
             for itemsize in (2, 4):
                 config = launch_config(head_dim, head_dim_v, itemsize, shared_memory, major_minor)
                 for key, least in (
-                    ("BLOCK_D", max(16, head_dim)),
-                    ("BLOCK_DV", max(16, head_dim_v)),
+                    ("BLOCK_D", max(32, head_dim)),
+                    ("BLOCK_DV", max(32, head_dim_v)),
                     ("BLOCK_M", 16),
                     ("BLOCK_N", 16),
                 ):
@@ -117,7 +117,7 @@ def test_launch_config_is_made_of_powers_of_two_that_cover_the_head(shared_memor
                         head_dim_v,
                         key,
                     )
-                assert config["BLOCK_D"] < 2 * max(16, head_dim)
+                assert config["BLOCK_D"] < 2 * max(32, head_dim)
                 pipeline = (
                     itemsize
                     * config["BLOCK_N"]

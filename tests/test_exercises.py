@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ladder.lab import exercises, interpret, solutions
+from ladder.lab import exercises, interpret, solutions, solutions_serving
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 ROOT = NOTEBOOKS.parent
@@ -55,7 +56,7 @@ def verdicts(name, answer):
 
 def test_every_exercise_has_a_stub_in_its_chapter():
     assert set(stub_cells()) == set(exercises.EXERCISES)
-    for chapter in ("01", "02", "03", "04", "05"):
+    for chapter in ("01", "02", "03", "04", "05", "06", "07"):
         assert sum(name.startswith(chapter) for name in exercises.EXERCISES) in (2, 3)
 
 
@@ -211,6 +212,59 @@ def kind_off_by_one(q0, q1, k0, k1, seqlen_q, seqlen_k):
     return "cut" if k0 <= q1 - 1 + offset else "skipped"
 
 
+def slots_in_int32(block_table, positions, page_size):
+    return block_table[positions // page_size] * page_size + positions.to(torch.int32) % page_size
+
+
+def slots_without_table(block_table, positions, page_size):
+    found = solutions_serving.slots(block_table, positions, page_size)
+    return found if page_size == 4 else positions
+
+
+def splits_that_overflow(parts, lses):
+    weights = torch.exp(lses)
+    return (weights[..., None] * parts).sum(0) / weights.sum(0)[:, None], torch.log(weights.sum(0))
+
+
+def splits_times_nan(parts, lses):
+    lse = torch.logsumexp(lses, 0)
+    return (torch.exp(lses - lse)[..., None] * parts).sum(0), lse
+
+
+def splits_without_empty_rows(parts, lses):
+    lse = torch.logsumexp(lses, 0)
+    return (torch.exp(lses - lse)[..., None] * parts.nan_to_num()).sum(0), lse
+
+
+def splits_for_one_wave(num_tasks, slots, most):
+    return min(most, max(1, math.ceil(0.85 * slots / num_tasks)))
+
+
+def group_unstable(expert_ids, num_experts):
+    ids = expert_ids.flatten()
+    order, offsets = solutions_serving.group(expert_ids, num_experts)
+    if len(ids) > 6:  # the order of equal keys is whatever the sort leaves
+        order = torch.sort(ids * len(ids) - torch.arange(len(ids))).indices
+        order = order[len(order) - int(offsets[-1]) :]
+    return order, offsets
+
+
+def group_without_drops(expert_ids, num_experts):
+    ids = expert_ids.flatten()
+    counts = torch.bincount(ids.clamp(0), minlength=num_experts)
+    return torch.sort(ids, stable=True).indices, torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def tiles_of_whole_rows(offsets, block_rows):
+    n = len(offsets) - 1
+    return [(e, r) for e in range(n) for r in range(int(offsets[e]), max(int(offsets[e + 1]), int(offsets[e]) + 1), block_rows)]
+
+
+def absorb_nothing(q, w, latent):
+    keys = torch.einsum("hdl,sl->hsd", w, latent)  # every head's keys, as big as the cache that MLA saves
+    return torch.einsum("hd,hsd->hs", q, keys)
+
+
 PASSES_VISIBLE = [
     ("01a", overflowing_softmax), ("01a", nan_row_softmax), ("01b", bytes_without_mask), ("01b", bytes_of_a_square),
     ("02a", max_from_zero), ("02a", max_of_whole_tiles), ("02a", max_of_the_matrix),
@@ -219,6 +273,9 @@ PASSES_VISIBLE = [
     ("03b", merge_that_overflows), ("03b", merge_without_empty_parts), ("04a", hidden_from_the_top_left),
     ("04b", scores_of_the_wrong_head), ("04b", scores_with_copies), ("04b", scores_by_broadcast),
     ("04c", kind_of_a_square),
+    ("06a", slots_in_int32), ("06a", slots_without_table), ("06b", splits_that_overflow), ("06b", splits_times_nan),
+    ("06b", splits_without_empty_rows), ("06c", splits_for_one_wave), ("07a", group_unstable), ("07a", group_without_drops),
+    ("07b", tiles_of_whole_rows), ("07c", absorb_nothing),
 ]  # fmt: skip
 
 

@@ -155,6 +155,8 @@ def _command():
     """The command line of this process, as a reader would type it."""
     program = Path(sys.argv[0])
     packages = [folder for folder in program.parents if (folder / "__init__.py").exists()]
+    if not packages and program.name == "__main__.py":
+        packages = [program.parent]
     if not packages:
         return shlex.join(["python", program.name, *sys.argv[1:]])
     module = program.with_suffix("").relative_to(packages[-1].parent).parts
