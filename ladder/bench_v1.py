@@ -483,8 +483,8 @@ def run_memory(bench):
 
 def run_promises(bench):
     """What a table of speeds does not show: graphs replayed at other lengths, the same bits, rows that ignore their mates."""
-    from .step07_dflash1 import DecodeWorkspace, paged_decode
     from . import step06_paged
+    from .step07_dflash1 import DecodeWorkspace, paged_decode
 
     problem = DecodeProblem(B=3, lengths=(9000, 1, 4097), max_context=16384)
     inputs = problem.make(bench.device)

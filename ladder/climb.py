@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .lab import peers, results, roofline, timing
+from .lab import peers, results, timing
 from .lab.memory import peak_bytes
 from .lab.parity import Oracle, Parity, nan_allocations
 from .lab.problem import MINILM, SHAPES, AttentionProblem

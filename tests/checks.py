@@ -3,8 +3,8 @@
 import contextlib
 import importlib
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 from unittest import mock
 
 import torch

@@ -1,8 +1,8 @@
 """Implementations to measure ourselves against: whichever of them can be imported on this machine."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import util
-from typing import Callable
 
 import torch
 import torch.nn.functional as F

@@ -51,7 +51,7 @@ def measure_limits(device="cuda", dtype=None, *, quick=False):
     count = ((1 << 30) if quick else (1 << 32)) if on_gpu else ((1 << 25) if quick else (1 << 27))  # bytes
     source = torch.ones(count // 4, device=device, dtype=torch.float32)
     target = torch.empty_like(source)
-    copy = measure(lambda: target.copy_(source), [()], device=device, budget_ms=budget, flush=False)
+    copy = measure(target.copy_, [(source,)], device=device, budget_ms=budget, flush=False)
     del target
     # No single PyTorch reduction reads fastest everywhere: the best of three is the limit.
     reads = [
