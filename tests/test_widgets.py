@@ -288,7 +288,10 @@ def test_roofline_reads_the_rows():
     for (_, intensity, speed, number), row in zip(points, doc["rows"]):
         assert speed == row["tflops"]
         assert intensity == pytest.approx(AttentionProblem(Sq=4096, Sk=4096).flops / row["bytes_moved"])
-    assert "memory traffic binds" in explorer.readout.value
+    assert "memory traffic binds" in explorer.readout.value and explorer.reach() == {}
+    problem = AttentionProblem(Sq=4096, Sk=4096, dtype="bfloat16")
+    assert roofline(upto=5).reach() == {5: problem.flops / problem.min_bytes}
+    assert "arithmetic binds, at 800" in roofline(upto=5).readout.value
 
 
 def test_launch_explorer_says_what_does_not_fit():

@@ -96,13 +96,14 @@ def tokens(n):
 
 
 @styled
-def roofline(limits, points, *, lines=(), title="Roofline", note=""):
+def roofline(limits, points, *, lines=(), reach=None, title="Roofline", note=""):
     """The limits of a machine and what each implementation reached on one problem.
 
     Args:
         limits: {"matmul_tflops", "read_tbs"}.
         points: (label, FLOPs per byte, TFLOP/s, rung number) each; the newest last, drawn larger.
         lines: (label, TFLOP/s) of peers, drawn as dotted levels.
+        reach: {rung number: FLOPs per byte if caches served every repeated load}; an arrow leads there.
     """
     peak, rate = limits["matmul_tflops"], limits["read_tbs"]
     figure, axes = canvas(4.3)
@@ -121,9 +122,16 @@ def roofline(limits, points, *, lines=(), title="Roofline", note=""):
         f"read {rate:.3g} TB/s", (anchor, rate * anchor), xytext=(0, 7), textcoords="offset points", fontsize=9,
         rotation=_slope(axes, figure), rotation_mode="anchor",
     )  # fmt: skip
-    for label, level in lines:
+    above = 0.0
+    for label, level in sorted(lines, key=lambda line: line[1]):
         axes.axhline(level, color=GREY, lw=1, ls=":")
-        axes.text(low * 1.1, level * 1.03, f"{label} {level:.3g}", fontsize=8.5, color=GREY, va="bottom")
+        above = max(level * 1.03, above * 1.4)  # labels of close levels move up
+        axes.text(low * 1.1, above, f"{label} {level:.3g}", fontsize=8.5, color=GREY, va="bottom")
+    for _, intensity, speed, number in points:
+        if number in (reach or {}):
+            end = min(reach[number], high * 0.97)
+            arrow = dict(arrowstyle="-|>", color=RUNG_COLOURS[number], lw=2)
+            axes.annotate("", (end, speed), (intensity, speed), arrowprops=arrow)
     for i, (label, intensity, speed, number) in enumerate(points):
         newest = i == len(points) - 1
         axes.plot(

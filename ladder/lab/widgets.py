@@ -695,19 +695,34 @@ class Roofline(Explorer):
                 for r in self._rows()
                 if not r["impl"].startswith("step")
             ]
-        points = self.points()
-        figure = plots.roofline(self.doc["limits"], points, lines=levels, title="Where each rung stands")
+        points, reach = self.points(), self.reach()
+        figure = plots.roofline(
+            self.doc["limits"], points, lines=levels, reach=reach, title="Where each rung stands"
+        )
         if not points:
             return figure, "No rung so far computes this problem."
-        label, intensity, speed, _ = points[-1]
+        label, intensity, speed, number = points[-1]
         peak, rate = self.doc["limits"]["matmul_tflops"], self.doc["limits"]["read_tbs"]
-        roof = min(peak, intensity * rate)
-        binds = "arithmetic" if intensity * rate >= peak else "memory traffic"
+        known = f"{intensity:.3g} FLOPs a byte"
+        if number in reach:
+            known += f" counting every load, {reach[number]:,.0f} if the L2 cache served every repeat"
+        roof = min(peak, reach.get(number, intensity) * rate)
+        binds = "arithmetic" if roof == peak else "memory traffic"
         text = (
-            f"{label}: {intensity:.3g} FLOPs a byte, so {binds} binds at {roof:.3g} TFLOP/s; it reaches {speed:.3g}, "
+            f"{label}: {known}. So {binds} binds, at {roof:.3g} TFLOP/s; it reaches {speed:.3g}, "
             f"{100 * speed / roof:.0f} % of that ({results.caption(self.doc)})."
         )
         return figure, text
+
+    def reach(self):
+        """{number: FLOPs a byte} of fused rungs if each input were loaded from device memory once."""
+        from ladder.rungs import RUNGS
+
+        from .problem import AttentionProblem
+
+        problem = AttentionProblem(**self.case.value)
+        once = problem.flops / problem.min_bytes
+        return {rung.number: once for rung in RUNGS[: self.upto] if rung.needs_triton}
 
 
 # ---------------------------------------------------------------- memory of a large model
