@@ -320,6 +320,9 @@ class DecodeRoofline(Roofline):
         entries = [row for row in results.select(self.doc, impl, **problem.case()) if "ms" in row and not row["impl"].startswith("sweep")]
         return [{**row, "tflops": problem.flops / row["ms"]["median"] / 1e9, "bytes_moved": problem.min_bytes} for row in entries]
 
+    def reach(self):
+        return {}  # the bytes are already those that must be read once
+
     def draw(self):
         figure, text = super().draw()
         figure.axes[0].set_xlabel("FLOPs per byte of Q, K, V and output")
