@@ -96,6 +96,21 @@ def test_cases_are_launches_as_attention_makes_them(monkeypatch):
                 assert ours == theirs and type(ours) is type(theirs)
 
 
+@pytest.mark.slow
+def test_serving_rungs_compile_for_hopper():
+    """Rungs 06 and 07 on sm_90; the other targets are `make compile-matrix`'s."""
+    rows = compile_matrix.compile_in_subprocess("sm_90", chosen="6-7")
+    assert {row["rung"] for row in rows} == {"step06_paged", "step07_dflash1"} and len(rows) > 40
+    for row in rows:
+        name = f"{row['rung']} {row['case']}"
+        assert row["problem"] is None, f"{name}: {row['problem']}"
+        assert row["kernel"].startswith(("paged_", "dflash1_")), name  # what a profiler's regex finds
+    prefill = [row for row in rows if row["kernel"] == "dflash1_prefill" and "float32" not in row["case"]]
+    assert prefill and all(row["HGMMA"] > 0 and row["HMMA"] == 0 for row in prefill)
+    # One by one they cost 5 %: see ladder/step07_dflash1/TUNING.md.
+    assert not [row["case"] for row in prefill if row["serialized"]]
+
+
 @pytest.mark.parametrize("shared_memory, major_minor", [(99 * 1024, (8, 6)), (163 * 1024, (8, 0)), (227 * 1024, (9, 0)),
                                                         (227 * 1024, (10, 0)), (99 * 1024, (12, 0))])  # fmt: skip
 def test_launch_config_is_made_of_powers_of_two_that_cover_the_head(shared_memory, major_minor):

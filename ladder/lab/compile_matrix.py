@@ -77,6 +77,7 @@ def compile_rows(targets=TARGETS, chosen=None, *, thorough=False):
                     "spills": code.spills,
                     "shared": code.shared,
                     "num_warps": code.num_warps,
+                    "serialized": code.serialized,
                     **{name: code.count(name) for name in MATRIX_INSTRUCTIONS},
                     "problem": problem,
                 }
