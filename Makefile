@@ -35,12 +35,12 @@ $(VENV)/bin/python:
 
 # A marker file says what is installed; it is newer than the files that decide about it.
 $(VENV)/.core: pyproject.toml .ci/constraints-cpu.txt | $(VENV)/bin/python
-	@echo "Installing into $(VENV) (a minute or two)"
+	@echo "Installing into $(VENV) (some minutes)"
 	$(INSTALL) --editable .
 	@touch $@
 
 $(VENV)/.test: pyproject.toml .ci/constraints-cpu.txt | $(VENV)/bin/python
-	@echo "Installing into $(VENV) (a minute or two)"
+	@echo "Installing into $(VENV) (some minutes)"
 	$(INSTALL) --editable '.[test]'
 	@touch $(VENV)/.core $@
 

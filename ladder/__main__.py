@@ -17,7 +17,7 @@ def parse_args(argv=None):
         description="Climb the ladder: run every rung on real and synthetic attention problems, check each against the "
         "rung before it and a float64 oracle, and compare its time and memory with the limits of this machine.",
     )
-    parser.add_argument("--rungs", default="all", metavar="1-5", help="rungs to climb: all, 3, 1-5, 1,5 or step05_fused")
+    parser.add_argument("--rungs", default="all", metavar="1-7", help="rungs to climb: all, 3, 1-5, 1,5 or step05_fused")
     parser.add_argument(
         "--shape", action="append", choices=["minilm", *SHAPES],
         help="head layout (repeatable): minilm is real captured input, the others are random numbers",
@@ -38,8 +38,15 @@ def parse_args(argv=None):
     for option, target in (("--json", args.json), ("--plot", args.plot)):
         if target and target != "-" and not Path(target).absolute().parent.is_dir():
             parser.error(f"argument {option}: no folder {Path(target).parent} to write {Path(target).name} into")
+        if target and target != "-" and Path(target).is_dir():
+            parser.error(f"argument {option}: {target} is a folder; want a file")
     if args.plot and Path(args.plot).suffix not in (".png", ".svg", ".pdf"):
         parser.error(f"argument --plot: {args.plot!r} ends in {Path(args.plot).suffix!r}; want .png, .svg or .pdf")
+    for option in ("shape", "seqlen"):
+        if (args.quick or args.record) and getattr(args, option):
+            parser.error(f"argument --{option}: not with --{'quick' if args.quick else 'record'}, whose problems are fixed")
+    if args.dtype == "bfloat16" and (args.device == "cpu" or not torch.cuda.is_available()):
+        parser.error("argument --dtype: Triton's interpreter multiplies bfloat16 wrongly; want float16 or float32 on a CPU")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: cuda was asked for, and PyTorch sees no GPU")
     if args.record and not torch.cuda.is_available():

@@ -92,6 +92,8 @@ def parse(text):
         ends = part.strip().split("-")
         if len(ends) == 2 and all(end.isdigit() for end in ends):
             first, last = find(ends[0]).number, find(ends[1]).number
+            if first > last:
+                raise ValueError(f"rungs are {part.strip()!r}; want the lower number first, {last}-{first}")
             chosen.update(range(first, last + 1))
         else:
             chosen.add(find(part.strip()).number)

@@ -69,6 +69,10 @@ def test_plot_writes_a_figure(known_limits, tmp_path, capsys):
     [
         (["--rungs", "9"], ["--rungs", "'9'", "step01_naive"]),
         (["--rungs", "2-x"], ["--rungs", "'2-x'"]),
+        (["--rungs", "3-1"], ["--rungs", "3-1", "1-3"]),
+        (["--quick", "--seqlen", "64"], ["--seqlen", "--quick"]),
+        (["--dtype", "bfloat16", "--device", "cpu"], ["--dtype", "bfloat16", "float16"]),
+        (["--json", "."], ["--json", "is a folder"]),
         (["--seqlen", "0"], ["--seqlen", "0", "at least 1"]),
         (["--shape", "gpt2"], ["--shape", "gpt2", "minilm"]),
         (["--dtype", "float8"], ["--dtype", "float8", "bfloat16"]),
@@ -135,6 +139,13 @@ def test_a_wrong_rung_fails_the_climb_and_says_why(attention, reason, known_limi
     assert cli.main([*TINY, "--no-peers"]) == 1
     captured = capsys.readouterr()
     assert "FAIL" in captured.out and reason.split()[0] in captured.out and "failed parity" in captured.err
+
+
+def test_the_real_input_takes_the_mask_and_the_dtype_that_were_asked_for():
+    import torch
+
+    chosen = climb.problems(torch.device("cpu"), shapes=["minilm"], masks=(True,), dtype="float32")
+    assert [(p.input, p.causal, p.dtype) for p in chosen] == [("minilm", True, "float32")]
 
 
 def test_progress_is_reported_rung_by_rung():

@@ -97,9 +97,10 @@ def write(doc, target):
     partial = target.with_name(target.name + ".partial")
     try:
         partial.write_text(text)
+        os.replace(partial, target)
     except OSError as error:
+        partial.unlink(missing_ok=True)
         raise ValueError(f"results: cannot write {target}: {error.strerror}") from error
-    os.replace(partial, target)
 
 
 def load(name):
@@ -107,7 +108,8 @@ def load(name):
     path = Path(name) if str(name).endswith(".json") else FOLDER / f"{name}.json"
     if not path.exists():
         known = ", ".join(sorted(p.stem for p in FOLDER.glob("*.json"))) or "none"
-        raise FileNotFoundError(f"no recorded results at {path}; recorded so far: {known}")
+        hint = "" if FOLDER.exists() else "; they come with a checkout of the repository, not with the installed package"
+        raise FileNotFoundError(f"no recorded results at {path}; recorded so far: {known}{hint}")
     doc = json.loads(path.read_text())
     validate(doc)
     return doc
