@@ -80,7 +80,10 @@ def check_counts(counts, num_experts, name="counts"):
 
     Their sum must fit into int64 as well, so that no count of tokens later on can overflow.
     """
-    array = np.asarray(counts.detach().cpu() if hasattr(counts, "detach") else counts)
+    try:
+        array = np.asarray(counts.detach().cpu() if hasattr(counts, "detach") else counts)
+    except ValueError as error:
+        raise ValueError(f"{name} must be one array of shape ({num_experts},): {error}") from None
     if array.dtype.kind == "f":
         if not np.isfinite(array).all() or (array != np.floor(array)).any():
             raise ValueError(f"{name} must be whole numbers of tokens, got non-integer or non-finite values")

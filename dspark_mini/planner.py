@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -140,6 +140,9 @@ class _Problem:
     def __init__(self, requests, workers, topology):
         if not isinstance(topology, Topology):
             raise ValueError(f"topology must be a Topology, got {topology!r}")
+        for name, items in (("requests", requests), ("workers", workers)):
+            if not isinstance(items, Iterable):
+                raise ValueError(f"{name} must be a sequence, got {items!r}")
         self.requests, self.workers, self.topology = list(requests), list(workers), topology
         for name, items, kind in (("requests", self.requests, Request), ("workers", self.workers, Worker)):
             for i, item in enumerate(items):

@@ -37,6 +37,8 @@ T = Topology(1, 2)
         (lambda: Request(1, kv_tokens=1.5), "kv_tokens of a Request must be an integer, got 1.5"),
         (lambda: Request(1, kv_bytes=np.nan), "kv_bytes of a Request must be a finite number .* got nan"),
         (lambda: Request(1, prefix=[1]), r"prefix of a Request must be hashable or None, got \[1\]"),
+        (lambda: plan_batch(None, [Worker(10)], T), "requests must be a sequence, got None"),
+        (lambda: split_batch([[1], [2, 3]], P, 0), r"counts must be one array of shape \(16,\)"),
         (lambda: plan_batch([5, 6], [Worker(10)], T), r"requests\[0\] must be a Request, got 5"),
         (lambda: plan_batch([Request(1)], [5], T), r"workers\[0\] must be a Worker, got 5"),
         (lambda: plan_batch([Request(1)], [Worker(5)], None), "topology must be a Topology, got None"),
