@@ -16,67 +16,102 @@ from .topology import Topology
 from .trace import bundled_trace, generate_trace, read_counts, read_trace
 
 
+def _positive_int(text):
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return value
+
+
+def _positive(text):
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a finite number > 0, got {text!r}")
+    return value
+
+
+def _new_file(text):
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file in an existing folder, got {text!r}")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file, got the folder {text!r}")
+    return text
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m dspark_mini", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
     add = commands.add_parser("place", help="plan expert placement for measured counts")
     add.add_argument("counts", help="counts or a trace: .json, .npy, .npz, .pt (SGLang), or a folder (ESFT)")
-    add.add_argument("--gpus", type=int, default=8)
-    add.add_argument("--slots", type=int, help="expert slots over all GPUs (default: one spare per GPU)")
-    add.add_argument("--nodes", type=int, default=1)
-    add.add_argument("--groups", type=int, default=1, help="expert groups of group-limited routing")
-    add.add_argument("--output", help="write the placement here, as JSON")
+    add.add_argument("--gpus", type=_positive_int, default=8)
+    add.add_argument(
+        "--slots", type=_positive_int, help="expert slots over all GPUs (default: one spare per GPU)"
+    )
+    add.add_argument("--nodes", type=_positive_int, default=1)
+    add.add_argument("--groups", type=_positive_int, default=1, help="expert groups of group-limited routing")
+    add.add_argument("--output", type=_new_file, help="write the placement here, as JSON")
 
     add_simulate = commands.add_parser("simulate", help="throughput with and without kernel and scheduler")
     add_simulate.add_argument("--trace", help="token-level trace (default: a generated one)")
     add_simulate.add_argument("--model", default="v2-lite", choices=["v2-lite", "r1"])
-    add_simulate.add_argument("--gpus", type=int, default=8, help="GPUs in all")
-    add_simulate.add_argument("--nodes", type=int, default=1)
+    add_simulate.add_argument("--gpus", type=_positive_int, default=8, help="GPUs in all")
+    add_simulate.add_argument("--nodes", type=_positive_int, default=1)
     add_simulate.add_argument(
-        "--slots", type=int, help="expert slots over all GPUs (default: two spare per GPU)"
+        "--slots", type=_positive_int, help="expert slots over all GPUs (default: two spare per GPU)"
     )
     add_simulate.add_argument("--mode", default="chunk", choices=["chunk", "prefill", "decode"])
-    add_simulate.add_argument("--batch", type=int, default=4096, help="tokens of one step over all GPUs")
     add_simulate.add_argument(
-        "--context", type=int, default=16384, help="prompt length, or median context of decode"
+        "--batch", type=_positive_int, default=4096, help="tokens of one step over all GPUs"
     )
-    add_simulate.add_argument("--kernel-speedup", type=float, default=2.0, help="of the attention core")
+    add_simulate.add_argument(
+        "--context", type=_positive_int, default=16384, help="prompt length, or median context of decode"
+    )
+    add_simulate.add_argument("--kernel-speedup", type=_positive, default=2.0, help="of the attention core")
 
     add_run = commands.add_parser("run", help="a real MoE layer over ranks; start it with torchrun")
-    add_run.add_argument("--ranks", type=int, help="start this many CPU ranks here instead of using torchrun")
+    add_run.add_argument(
+        "--ranks", type=_positive_int, help="start this many CPU ranks here instead of using torchrun"
+    )
     add_run.add_argument("--preset", default="small", choices=["small", "v2-lite"], help="widths")
-    add_run.add_argument("--dim", type=int)
-    add_run.add_argument("--hidden", type=int)
-    add_run.add_argument("--experts", type=int, default=64)
-    add_run.add_argument("--top-k", type=int, default=6)
-    add_run.add_argument("--layers", type=int, default=4)
-    add_run.add_argument("--tokens", type=int, default=128, help="tokens per rank and step")
-    add_run.add_argument("--steps", type=int, default=3)
-    add_run.add_argument("--slots-per-gpu", type=int)
+    add_run.add_argument("--dim", type=_positive_int)
+    add_run.add_argument("--hidden", type=_positive_int)
+    add_run.add_argument("--experts", type=_positive_int, default=64)
+    add_run.add_argument("--top-k", type=_positive_int, default=6)
+    add_run.add_argument("--layers", type=_positive_int, default=4)
+    add_run.add_argument("--tokens", type=_positive_int, default=128, help="tokens per rank and step")
+    add_run.add_argument("--steps", type=_positive_int, default=3)
+    add_run.add_argument("--slots-per-gpu", type=_positive_int)
     add_run.add_argument("--trace", help="token-level trace (default: the generated one in the package)")
     add_run.add_argument(
-        "--timeout", type=float, default=60.0, help="seconds before a silent peer counts as lost"
+        "--timeout", type=_positive, default=60.0, help="seconds before a silent peer counts as lost"
     )
 
     add_survive = commands.add_parser(
         "survive", help="lose a rank in the middle of a step and finish all requests"
     )
-    add_survive.add_argument("--ranks", type=int, default=4)
+    add_survive.add_argument("--ranks", type=_positive_int, default=4)
     add_survive.add_argument("--lose", type=int, default=2)
     add_survive.add_argument("--how", default="kill", choices=["kill", "freeze", "nap"])
-    add_survive.add_argument("--timeout", type=float, default=3.0)
+    add_survive.add_argument("--timeout", type=_positive, default=3.0)
 
     add_bench = commands.add_parser("bench", help="measure every target beside its baselines")
     add_bench.add_argument(
         "--traces", help="folder with real .npz traces (default: $DSPARK_TRACES, ../shared/data/traces)"
     )
-    add_bench.add_argument("--record", help="write the JSON record here")
+    add_bench.add_argument("--record", type=_new_file, help="write the JSON record here")
 
     for sub in (add, add_simulate, add_run, add_survive, add_bench):
         sub.add_argument("--json", action="store_true", help="print JSON instead of tables")
     for sub in (add, add_simulate, add_run):
-        sub.add_argument("--plot", help="write a PNG here")
+        sub.add_argument("--plot", type=_new_file, help="write a PNG here")
     args = parser.parse_args(arguments)
     try:
         return COMMANDS[args.command](args)
@@ -253,6 +288,8 @@ def _run(args):
     from . import demo
     from .launch import run_ranks
 
+    if args.top_k > args.experts:
+        raise ValueError(f"--top-k must not exceed --experts ({args.experts}), got {args.top_k}")
     dim, hidden = demo.WIDTHS[args.preset]
     settings = {
         "dim": args.dim or dim,

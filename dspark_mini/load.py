@@ -10,14 +10,37 @@ from __future__ import annotations
 
 import numpy as np
 
+INT64 = 2**63 - 1
+
 __all__ = ["LoadTracker", "balancedness", "check_counts", "check_load", "count_tokens"]
+
+
+def check_integer(value, name, low=None, high=INT64):
+    """Return `value` as an int in low .. high, or raise ValueError; numpy integers are fine, bools are not."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise ValueError(f"{name} must be an integer, got {value!r}")
+    low = -INT64 - 1 if low is None else low
+    if not low <= value <= high:
+        wanted = f"at least {low}" if high == INT64 and value < low else f"in {low} .. {high}"
+        raise ValueError(f"{name} must be {wanted}, got {value}")
+    return int(value)
+
+
+def check_number(value, name, *, positive=False):
+    """Return `value` as a finite float >= 0 (> 0 if `positive`), or raise ValueError."""
+    wanted = "positive" if positive else "not negative"
+    number = not isinstance(value, bool) and isinstance(value, (int, float, np.integer, np.floating))
+    if not number or not (0 < value if positive else 0 <= value) or not value < np.inf:
+        raise ValueError(f"{name} must be a finite number and {wanted}, got {value!r}")
+    return float(value)
 
 
 def check_load(load, name="load"):
     """Return `load` as a (layers, experts) float64 array, or raise ValueError that says what is wrong.
 
     A single layer may be given as (experts,). Loads are any non-negative finite numbers: token counts, rates
-    or seconds. Integers above 2**31 are fine; above 2**53 they are rounded as float64 rounds them.
+    or seconds, whose sum in a layer is finite too. Integers above 2**31 are fine; above 2**53 they are
+    rounded as float64 rounds them.
     """
     try:
         array = np.asarray(load.detach().cpu() if hasattr(load, "detach") else load)
@@ -42,12 +65,25 @@ def check_load(load, name="load"):
         raise ValueError(
             f"{name} must not be negative, got {array[layer, expert]} at layer {layer}, expert {expert}"
         )
+    with np.errstate(over="ignore"):
+        total = array.sum(axis=1)
+    if not np.isfinite(total).all():
+        layer = int(np.flatnonzero(~np.isfinite(total))[0])
+        raise ValueError(
+            f"{name} must have a finite sum in every layer, got one above float64's largest number in layer {layer}"
+        )
     return array
 
 
 def check_counts(counts, num_experts, name="counts"):
-    """Return `counts` as an (experts,) int64 array of tokens per expert, or raise ValueError."""
-    array = np.asarray(counts.detach().cpu() if hasattr(counts, "detach") else counts)
+    """Return `counts` as an (experts,) int64 array of tokens per expert, or raise ValueError.
+
+    Their sum must fit into int64 as well, so that no count of tokens later on can overflow.
+    """
+    try:
+        array = np.asarray(counts.detach().cpu() if hasattr(counts, "detach") else counts)
+    except ValueError as error:
+        raise ValueError(f"{name} must be one array of shape ({num_experts},): {error}") from None
     if array.dtype.kind == "f":
         if not np.isfinite(array).all() or (array != np.floor(array)).any():
             raise ValueError(f"{name} must be whole numbers of tokens, got non-integer or non-finite values")
@@ -57,6 +93,10 @@ def check_counts(counts, num_experts, name="counts"):
         raise ValueError(f"{name} must have shape ({num_experts},), one entry per expert, got {array.shape}")
     if (array < 0).any():
         raise ValueError(f"{name} must not be negative, got {array.min()} at expert {int(array.argmin())}")
+    if array.size and int(array.max()) > INT64 // array.size:  # only then can the sum be too large
+        total = sum(map(int, array.tolist()))
+        if total > INT64:
+            raise ValueError(f"{name} must add up to at most 2**63 - 1 tokens (int64), got {total}")
     return array.astype(np.int64)
 
 
@@ -85,10 +125,20 @@ def count_tokens(topk_ids, num_experts, mask=None):
 
 def balancedness(gpu_load):
     """Mean GPU load divided by the largest GPU load, over the last axis; 1 is perfect, and so is no load at
-    all."""
+    all.
+
+    Raises ValueError unless all loads are finite and not negative, and there is at least one GPU.
+    """
     gpu_load = np.asarray(gpu_load, dtype=np.float64)
-    top = gpu_load.max(axis=-1)
-    return np.where(top > 0, gpu_load.mean(axis=-1) / np.where(top > 0, top, 1.0), 1.0)
+    if gpu_load.ndim == 0 or gpu_load.shape[-1] == 0:
+        raise ValueError(f"gpu_load must have shape (..., gpus) with at least one GPU, got {gpu_load.shape}")
+    good = np.isfinite(gpu_load) & (gpu_load >= 0)
+    if not good.all():
+        raise ValueError(f"gpu_load must be finite and not negative, got {gpu_load[~good][0]}")
+    top = gpu_load.max(axis=-1, keepdims=True)
+    power = -np.frexp(top)[1]  # a power of two rounds nothing, and sums of huge loads stay finite
+    top = np.ldexp(np.where(top > 0, top, 1.0), power)[..., 0]
+    return np.where(gpu_load.any(axis=-1), np.ldexp(gpu_load, power).mean(axis=-1) / top, 1.0)
 
 
 class LoadTracker:

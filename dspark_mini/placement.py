@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .load import balancedness, check_load
+from .load import balancedness, check_integer, check_load, check_number
 
 __all__ = ["Move", "Placement", "place", "rebalance", "shrink"]
 
@@ -215,6 +215,12 @@ def place(load, *, num_gpus, num_slots, num_nodes=1, num_groups=1):
     else:
         slots, share = _place_flat(planned, num_gpus, num_slots)
     return Placement(slots, load, num_gpus, num_nodes, share)
+
+
+def check_placement(placement, name="placement"):
+    """Raise ValueError unless `placement` is a `Placement`."""
+    if not isinstance(placement, Placement):
+        raise ValueError(f"{name} must be a Placement (of `place`, for example), got {placement!r}")
 
 
 def _check_positive(**values):
@@ -580,17 +586,15 @@ def rebalance(placement, load, *, max_moves=None, target=None, move_cost=0.0):
     simultaneous: every `source` is a slot of the old placement, on the target's node where possible. Loads
     are compared under equal splits, and the group limits of `place` are not kept.
     """
+    check_placement(placement)
     load = check_load(load)
     if load.shape != placement.load.shape:
         raise ValueError(f"load must have the placement's shape {placement.load.shape}, got {load.shape}")
-    if max_moves is not None and (
-        isinstance(max_moves, bool) or int(max_moves) != max_moves or max_moves < 0
-    ):
-        raise ValueError(f"max_moves must be a whole number >= 0 or None, got {max_moves!r}")
-    if target is not None and not 0 < target <= 1:
+    if max_moves is not None:
+        check_integer(max_moves, "max_moves, if not None,", low=0)
+    if target is not None and check_number(target, "target, if not None,", positive=True) > 1:
         raise ValueError(f"target must lie in (0, 1], got {target!r}")
-    if not 0 <= move_cost < np.inf:
-        raise ValueError(f"move_cost must be finite and not negative, got {move_cost!r}")
+    check_number(move_cost, "move_cost")
     size = _slots_per_gpu(placement.num_slots, placement.num_gpus)
     before = np.full((placement.num_layers, placement.num_gpus, size.max()), -1)
     before[:, np.arange(size.max()) < size[:, None]] = placement.slot_expert
@@ -617,7 +621,8 @@ def shrink(placement, lost_gpus, load=None, *, slots_per_gpu=None):
     evens out the load. Slots in the moves are numbered in the new placement; the result has one node
     (survivors per node may differ). Raises ValueError if no GPU is left or the slots cannot hold all experts.
     """
-    lost = sorted({int(g) for g in lost_gpus})
+    check_placement(placement)
+    lost = sorted({check_integer(g, "every entry of lost_gpus") for g in lost_gpus})
     if lost and not 0 <= lost[0] <= lost[-1] < placement.num_gpus:
         raise ValueError(f"lost_gpus must lie in 0 .. {placement.num_gpus - 1}, got {lost}")
     alive = [g for g in range(placement.num_gpus) if g not in lost]

@@ -40,10 +40,13 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from .load import INT64, check_integer, check_number
+from .topology import Topology
 
 __all__ = ["Plan", "Request", "Worker", "plan_batch"]
 
@@ -70,6 +73,20 @@ class Request:
     kv_worker: int | None = None
     prefix: Hashable | None = None
     prefix_tokens: int = 0
+
+    def __post_init__(self):
+        # Ranges depend on the workers and are checked by `plan_batch`. A step has thousands of requests, so
+        # plain ints, the common case, pass at once.
+        for name in ("tokens", "kv_tokens", "kv_worker", "prefix_tokens"):
+            value = getattr(self, name)
+            if (type(value) is not int or not -INT64 <= value <= INT64) and not (
+                value is None and name == "kv_worker"
+            ):
+                check_integer(value, f"{name} of a Request")
+        if type(self.kv_bytes) is not int or self.kv_bytes < 0:
+            check_number(self.kv_bytes, "kv_bytes of a Request")
+        if self.prefix is not None and not isinstance(self.prefix, Hashable):
+            raise ValueError(f"prefix of a Request must be hashable or None, got {self.prefix!r}")
 
 
 @dataclass(frozen=True)
@@ -121,25 +138,28 @@ class _Problem:
     """The batch as arrays, and c(r, w)."""
 
     def __init__(self, requests, workers, topology):
+        if not isinstance(topology, Topology):
+            raise ValueError(f"topology must be a Topology, got {topology!r}")
+        for name, items in (("requests", requests), ("workers", workers)):
+            if not isinstance(items, Iterable):
+                raise ValueError(f"{name} must be a sequence, got {items!r}")
         self.requests, self.workers, self.topology = list(requests), list(workers), topology
+        for name, items, kind in (("requests", self.requests, Request), ("workers", self.workers, Worker)):
+            for i, item in enumerate(items):
+                if not isinstance(item, kind):
+                    raise ValueError(f"{name}[{i}] must be a {kind.__name__}, got {item!r}")
         n, w = len(self.requests), len(self.workers)
         if w == 0:
             raise ValueError("workers must not be empty")
         if w > topology.num_gpus:
             raise ValueError(f"workers must not outnumber the topology's GPUs ({topology.num_gpus}), got {w}")
+        for i, x in enumerate(self.workers):
+            check_number(x.load_s, f"workers[{i}].load_s")
+            check_integer(x.free_tokens, f"workers[{i}].free_tokens", low=0)
+            check_number(x.token_s, f"workers[{i}].token_s", positive=True)
         self.load = np.array([x.load_s for x in self.workers], dtype=np.float64)
         self.free = np.array([x.free_tokens for x in self.workers], dtype=np.int64)
         self.token_s = np.array([x.token_s for x in self.workers], dtype=np.float64)
-        for name, array, ok in (
-            ("load_s", self.load, np.isfinite(self.load) & (self.load >= 0)),
-            ("free_tokens", self.free, self.free >= 0),
-            ("token_s", self.token_s, np.isfinite(self.token_s) & (self.token_s > 0)),
-        ):
-            if not ok.all():
-                worker = int(np.flatnonzero(~ok)[0])
-                raise ValueError(
-                    f"workers[{worker}].{name} must be finite and not negative, got {array[worker]}"
-                )
         self.tokens = np.array([r.tokens for r in self.requests], dtype=np.int64).reshape(n)
         self.kv_tokens = np.array([r.kv_tokens for r in self.requests], dtype=np.int64).reshape(n)
         self.kv_bytes = np.array([r.kv_bytes for r in self.requests], dtype=np.float64).reshape(n)

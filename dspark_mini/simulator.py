@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import baselines
+from .load import check_number
 from .placement import place
 from .planner import Request, Worker, plan_batch
 from .split import gpu_tokens, split_batch, split_bound
@@ -223,6 +224,7 @@ def simulate(
     spread_requests   True: requests are assigned by `plan_batch`, weighed by their attention; False: round
                       robin
     """
+    check_number(attention_speedup, "attention_speedup", positive=True)
     counts = [np.asarray(c, dtype=np.int64) for c in counts]
     gpus = topology.num_gpus
     if placement.num_gpus != gpus:
@@ -320,6 +322,7 @@ def four_way(trace, *, topology, model, num_slots, load, gpu=H200, kernel_speedu
     batches of `load.tokens`. Without the scheduler experts sit in id order, one copy each, and requests go
     round robin. The kernel makes the attention core `kernel_speedup` times faster.
     """
+    check_number(kernel_speedup, "kernel_speedup", positive=True)
     half = trace.num_tokens // 2
     history = trace.counts(0, half)
     batches = list(trace.batches(load.tokens, half))[:max_batches]

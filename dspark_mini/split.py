@@ -27,7 +27,8 @@ from collections import deque
 
 import numpy as np
 
-from .load import check_counts
+from .load import check_counts, check_integer
+from .placement import check_placement
 
 __all__ = ["assign_sources", "gpu_tokens", "split_batch", "split_bound"]
 
@@ -135,9 +136,9 @@ def assign_sources(rank_counts, slot_tokens, placement, layer):
 
 
 def _check(counts, placement, layer):
-    if not 0 <= layer < placement.num_layers:
-        raise ValueError(f"layer must lie in 0 .. {placement.num_layers - 1}, got {layer}")
-    return check_counts(counts, placement.num_experts), int(layer)
+    check_placement(placement)
+    layer = check_integer(layer, "layer", 0, placement.num_layers - 1)
+    return check_counts(counts, placement.num_experts), layer
 
 
 def _homes(placement, layer):

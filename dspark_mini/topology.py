@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .load import check_integer, check_number
+
 __all__ = ["Link", "Topology"]
 
 
@@ -21,8 +23,8 @@ class Link:
     bytes_per_s: float
 
     def __post_init__(self):
-        if not self.latency_s >= 0 or not self.bytes_per_s > 0:
-            raise ValueError(f"a link needs latency_s >= 0 and bytes_per_s > 0, got {self}")
+        check_number(self.latency_s, "latency_s of a link")
+        check_number(self.bytes_per_s, "bytes_per_s of a link", positive=True)
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,11 @@ class Topology:
     inter: Link = Link(15e-6, 50e9)
 
     def __post_init__(self):
-        if self.num_nodes < 1 or self.gpus_per_node < 1:
-            raise ValueError(
-                f"num_nodes and gpus_per_node must be positive, got {self.num_nodes} and {self.gpus_per_node}"
-            )
+        check_integer(self.num_nodes, "num_nodes", low=1)
+        check_integer(self.gpus_per_node, "gpus_per_node", low=1)
+        for name in ("intra", "inter"):
+            if not isinstance(getattr(self, name), Link):
+                raise ValueError(f"{name} must be a Link, got {getattr(self, name)!r}")
 
     @property
     def num_gpus(self):

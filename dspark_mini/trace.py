@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,6 +102,26 @@ def bundled_trace():
     return read_trace(Path(__file__).parent / "data" / "generated_v2lite.npz")
 
 
+@contextmanager
+def _reading(path, wanted):
+    """Turn whatever a parser raises into a ValueError with the file's name; a missing file stays OSError."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno:
+            raise
+        reason = str(error).partition("\n")[0][:120]
+        raise ValueError(
+            f"{path.name} must be {wanted}, but cannot be read as one ({type(error).__name__}: {reason})"
+        ) from None
+
+
+def _load_npz(path):
+    with _reading(path, "an .npz file of plain arrays (numpy.savez)"):
+        with np.load(path) as data:
+            return dict(data)
+
+
 def read_trace(path, num_experts=None):
     """Read a token-level trace: our `.npz`, or a folder of ESFT text files. `num_experts` overrides what is
     inferred.
@@ -115,16 +136,20 @@ def read_trace(path, num_experts=None):
         raise ValueError(
             f"a token-level trace is an .npz file or a folder of expert_weights_<layer>.txt, got {path.name}"
         )
-    with np.load(path) as data:
-        if "topk_ids" not in data:
-            raise ValueError(f"{path.name} must hold topk_ids, got {sorted(data)}")
-        ids = data["topk_ids"]
-        if num_experts is None and "num_experts" in data:
-            num_experts = int(data["num_experts"])
-        elif num_experts is None and "counts" in data:
-            num_experts = int(data["counts"].shape[1])
-        offsets = data["seq_offsets"] if "seq_offsets" in data else np.array([0, ids.shape[1]])
-        generated = bool(data["generated"]) if "generated" in data else False
+    data = _load_npz(path)
+    if "topk_ids" not in data:
+        raise ValueError(f"{path.name} must hold topk_ids, got {sorted(data)}")
+    ids = data["topk_ids"]
+    if ids.ndim != 3 or ids.dtype.kind not in "iu" or 0 in ids.shape:
+        raise ValueError(
+            f"topk_ids in {path.name} must be integers of shape (layers, tokens, top_k), got {ids.dtype} {ids.shape}"
+        )
+    if num_experts is None and "num_experts" in data:
+        num_experts = int(data["num_experts"])
+    elif num_experts is None and "counts" in data:
+        num_experts = int(data["counts"].shape[1])
+    offsets = data["seq_offsets"] if "seq_offsets" in data else np.array([0, ids.shape[1]])
+    generated = bool(data["generated"]) if "generated" in data else False
     return Trace(ids, offsets.astype(np.int64), num_experts or _round_up(ids.max()), path.name, generated)
 
 
@@ -150,7 +175,8 @@ def _read_esft(folder, num_experts):
                     f"{files[number].name}, line {at}: wanted as many gate weights as expert ids after an empty field, "
                     f"got {len(ids)} ids and {len(weights) if separator else 0} weights"
                 )
-            sequences.append(np.array(ids, dtype=np.int64))
+            with _reading(files[number], f"a table of whole expert ids in line {at}"):
+                sequences.append(np.array(ids, dtype=np.int64))
         lengths = [len(s) for s in sequences]
         if offsets is None:
             # A token's gate weights fall on one scale, its experts are distinct: the longest distinct run is
@@ -185,31 +211,39 @@ def read_counts(path):
         dumps = sorted(path.glob("*.pt"))
         return sum(read_counts(dump) for dump in dumps) if dumps else read_trace(path).counts()
     if path.suffix == ".json":
-        data = json.loads(path.read_text())
+        with _reading(path, "a JSON file"):
+            data = json.loads(path.read_text())
         if isinstance(data, dict):
             data = next((data[key] for key in ("counts", "load", "logical_count") if key in data), None)
         if data is None:
             raise ValueError(
                 f"{path.name} must hold a list, or an object with 'counts', 'load' or 'logical_count'"
             )
-        return check_load(data, "counts")
+        return check_load(data, f"counts in {path.name}")
     if path.suffix == ".npy":
-        return check_load(np.load(path), "counts")
+        with _reading(path, "an .npy file of one plain array (numpy.save)"):
+            data = np.load(path)
+        return check_load(data, f"counts in {path.name}")
     if path.suffix == ".npz":
-        with np.load(path) as data:
-            if "counts" in data:
-                return check_load(data["counts"], "counts")
+        data = _load_npz(path)
+        if "counts" in data:
+            return check_load(data["counts"], f"counts in {path.name}")
         return read_trace(path).counts()
     if path.suffix == ".pt":
         import torch
 
-        data = torch.load(path, weights_only=True, map_location="cpu")
+        with _reading(path, "a file of torch.save with 'logical_count' (an SGLang expert-distribution dump)"):
+            data = torch.load(path, weights_only=True, map_location="cpu")
         if not isinstance(data, dict) or "logical_count" not in data:
             raise ValueError(
                 f"{path.name} must be a dict with 'logical_count' (an SGLang expert-distribution dump)"
             )
-        counts = data["logical_count"].to(torch.int64)
-        return check_load(counts.sum(dim=0) if counts.ndim == 3 else counts, "counts").astype(np.int64)
+        counts = data["logical_count"]
+        if not isinstance(counts, torch.Tensor):
+            raise ValueError(f"logical_count in {path.name} must be a tensor, got {type(counts).__name__}")
+        counts = counts.to(torch.int64)
+        counts = counts.sum(dim=0) if counts.ndim == 3 else counts
+        return check_load(counts, f"counts in {path.name}").astype(np.int64)
     raise ValueError(f"counts come as .json, .npy, .npz, .pt or a folder, got {path.name}")
 
 

@@ -56,7 +56,7 @@ def test_counts_are_64_bits_and_old_load_fades():
         (lambda: LoadTracker(1, 2).update([[1, 2, 3]]), "counts must have shape"),
         (lambda: LoadTracker(1, 2).update([[1, -2]]), "counts must not be negative"),
         (lambda: LoadTracker(0, 2), "num_layers and num_experts"),
-        (lambda: Topology(0, 8), "num_nodes and gpus_per_node"),
+        (lambda: Topology(0, 8), "num_nodes must be at least 1, got 0"),
         (lambda: Topology(1, 2).all_to_all_s(np.zeros((3, 3))), "traffic must have shape"),
     ],
 )
@@ -298,7 +298,7 @@ def test_errors_are_one_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["place", str(tmp_path / "bad.json")])
     assert stop.value.code == 2
-    assert "counts must not be negative" in capsys.readouterr().err
+    assert "counts in bad.json must not be negative" in capsys.readouterr().err
 
 
 def test_torchrun(tmp_path):

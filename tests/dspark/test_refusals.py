@@ -1,0 +1,113 @@
+"""What a newcomer gets wrong: refused at once, by name, and never computed with."""
+
+import numpy as np
+import pytest
+
+from dspark_mini import (
+    Request,
+    Topology,
+    Worker,
+    balancedness,
+    place,
+    plan_batch,
+    rebalance,
+    simulator,
+    split_batch,
+)
+from dspark_mini.__main__ import main
+from dspark_mini.placement import shrink
+from dspark_mini.topology import Link
+from dspark_mini.trace import read_counts
+
+# Every message names the argument, says what came, and what is wanted.
+P = place(np.ones(16), num_gpus=4, num_slots=20)
+T = Topology(1, 2)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: balancedness([np.nan, 1]), "gpu_load must be finite and not negative, got nan"),
+        (lambda: balancedness([-1, 1]), "gpu_load must be finite and not negative, got -1"),
+        (lambda: balancedness([]), "gpu_load must have shape .* at least one GPU"),
+        (lambda: split_batch(np.full(16, 2**63, np.uint64), P, 0), "counts must add up to at most 2.*63"),
+        (lambda: split_batch([2**62] * 16, P, 0), "counts must add up to at most 2.*63"),
+        (lambda: split_batch(np.full(16, 2.0**62), P, 0), "counts must add up to at most 2.*63"),
+        (lambda: split_batch(np.ones(16), None, 0), "placement must be a Placement .* got None"),
+        (lambda: split_batch(np.ones(16), P, "0"), "layer must be an integer, got '0'"),
+        (lambda: split_batch(np.ones(16), P, 1), r"layer must be in 0 \.\. 0, got 1"),
+        (lambda: place([[1e308] * 4], num_gpus=2, num_slots=4), "load must have a finite sum .* layer 0"),
+        (lambda: rebalance(None, np.ones(16)), "placement must be a Placement .* got None"),
+        (lambda: rebalance(P, np.ones(16), move_cost="x"), "move_cost must be a finite number .* got 'x'"),
+        (lambda: rebalance(P, np.ones(16), target="x"), "target.* must be a finite number .* got 'x'"),
+        (lambda: rebalance(P, np.ones(16), max_moves=2.5), "max_moves.* must be an integer, got 2.5"),
+        (lambda: shrink(P, ["a"]), "lost_gpus must be an integer, got 'a'"),
+        (lambda: Request("5"), "tokens of a Request must be an integer, got '5'"),
+        (lambda: Request(5.5), "tokens of a Request must be an integer, got 5.5"),
+        (lambda: Request(1, kv_tokens=1.5), "kv_tokens of a Request must be an integer, got 1.5"),
+        (lambda: Request(1, kv_bytes=np.nan), "kv_bytes of a Request must be a finite number .* got nan"),
+        (lambda: Request(1, prefix=[1]), r"prefix of a Request must be hashable or None, got \[1\]"),
+        (lambda: plan_batch(None, [Worker(10)], T), "requests must be a sequence, got None"),
+        (lambda: split_batch([[1], [2, 3]], P, 0), r"counts must be one array of shape \(16,\)"),
+        (lambda: plan_batch([5, 6], [Worker(10)], T), r"requests\[0\] must be a Request, got 5"),
+        (lambda: plan_batch([Request(1)], [5], T), r"workers\[0\] must be a Worker, got 5"),
+        (lambda: plan_batch([Request(1)], [Worker(5)], None), "topology must be a Topology, got None"),
+        (
+            lambda: plan_batch([Request(1)], [Worker(10, token_s=0)], T),
+            r"workers\[0\].token_s must be a finite number and positive, got 0",
+        ),
+        (lambda: plan_batch([Request(1)], [Worker("a")], T), r"free_tokens must be an integer, got 'a'"),
+        (lambda: Topology("1", 2), "num_nodes must be an integer, got '1'"),
+        (lambda: Topology(1.5, 2), "num_nodes must be an integer, got 1.5"),
+        (lambda: Topology(1, 0), "gpus_per_node must be at least 1, got 0"),
+        (lambda: Topology(1, 2, intra=5), "intra must be a Link, got 5"),
+        (
+            lambda: simulator.four_way(
+                None, topology=T, model=None, num_slots=4, load=None, kernel_speedup=np.nan
+            ),
+            "kernel_speedup must be a finite number and positive, got nan",
+        ),
+        (lambda: Link(-1.0, 1), "latency_s of a link must be a finite number and not negative, got -1"),
+    ],
+)
+def test_bad_arguments_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_large_and_numpy_arguments_are_fine():
+    assert balancedness([1e308] * 4) == 1.0 and balancedness([5e-324, 5e-324]) == 1.0
+    assert balancedness([[1, 3], [0, 0]]).tolist() == [2 / 3, 1.0]
+    assert split_batch(np.array([2**63 - 1] + [0] * 15, np.uint64), P, np.int64(0)).sum() == 2**63 - 1
+    assert plan_batch([Request(np.int32(5))], [Worker(np.int64(10))], T).worker.tolist() == [0]
+
+
+@pytest.mark.parametrize("suffix, text", [(s, t) for s in ("pt", "npz", "npy", "json") for t in ("", "{x")])
+def test_corrupt_files_are_named(tmp_path, suffix, text):
+    file = tmp_path / f"bad.{suffix}"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=f"bad.{suffix} must be an? .*cannot be read"):
+        read_counts(file)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("place x.json --gpus 0", "argument --gpus: must be a positive integer, got '0'"),
+        ("place x.json --output {}/none/x.json", "argument --output: must be a file in an existing folder"),
+        ("place x.json --output {}", "argument --output: must be a file, got the folder"),
+        ("simulate --gpus 0", "argument --gpus: must be a positive integer"),
+        ("simulate --batch 0", "argument --batch: must be a positive integer"),
+        ("simulate --kernel-speedup -1", "argument --kernel-speedup: must be a finite number > 0, got '-1'"),
+        ("simulate --kernel-speedup 0", "argument --kernel-speedup: must be a finite number > 0"),
+        ("simulate --kernel-speedup nan", "argument --kernel-speedup: must be a finite number > 0"),
+        ("simulate --plot {}/none/x.png", "argument --plot: must be a file in an existing folder"),
+        ("run --ranks 0", "argument --ranks: must be a positive integer"),
+        ("run --ranks 2 --top-k 100", "--top-k must not exceed --experts (64), got 100"),
+        ("bench --record {}/none/x.json", "argument --record: must be a file in an existing folder"),
+    ],
+)
+def test_the_command_line_refuses(tmp_path, capsys, arguments, message):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments.format(tmp_path).split())
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
