@@ -250,8 +250,7 @@ def test_a_length_beyond_the_table_is_nan_in_the_kernel(monkeypatch):
     want = paged_decode(**arguments)
     import ladder.step06_paged.cache as cache
 
-    monkeypatch.setattr(cache.torch.Tensor, "min", lambda x: torch.zeros((), dtype=torch.int32), raising=False)
-    monkeypatch.setattr(cache.torch.Tensor, "max", lambda x: torch.zeros((), dtype=torch.int32), raising=False)
+    monkeypatch.setattr(cache, "_check_pages", lambda *arguments: None)
     arguments["seq_lens"][1] = 97
     with nan_allocations():
         out, lse = paged_decode(**arguments, return_lse=True)

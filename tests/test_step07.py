@@ -265,7 +265,7 @@ def test_workspace_is_sized_to_need_and_left_clean():
     assert held == 4 * (6 * 2 * 4 * 16 * (32 + 1) + 6 * 2)
     paged_decode(*(x[:2] if x.shape[0] == 6 else x for x in inputs), num_kv_splits=4, workspace=workspace)
     assert workspace.nbytes == held
-    with pytest.raises(ValueError, match="workspace is Tensor; want a DecodeWorkspace"):
+    with pytest.raises(TypeError, match="workspace is a Tensor; want a DecodeWorkspace"):
         paged_decode(*inputs, num_kv_splits=4, workspace=workspace.partials)
 
 
