@@ -2,7 +2,14 @@
 
 import torch
 
-from ladder.contract import check_attention, check_cu_seqlens, check_flag, check_integer, check_no_overlap, merge_config
+from ladder.contract import (
+    check_attention,
+    check_cu_seqlens,
+    check_flag,
+    check_integer,
+    check_no_overlap,
+    merge_config,
+)
 from ladder.step05_fused.attention import LOG2_E
 from ladder.step06_paged.attention import check_out, choose_num_splits, processors
 from ladder.step06_paged.cache import check_paged
