@@ -126,3 +126,40 @@ def check_cu_seqlens(rung: str, name: str, cu_seqlens: torch.Tensor, total: int)
         shown = bounds if len(bounds) <= 8 else [*bounds[:4], "...", *bounds[-3:]]
         raise ValueError(f"{rung}: {name} is {shown}; want 0, then never falling, up to the {total} packed tokens")
     return bounds
+
+
+def check_integer(rung: str, name: str, value: int, least: int, optional: bool = False) -> int:
+    """Return ``value`` as an int; TypeError when it is no integer (a bool is none, numpy's are), ValueError below ``least``."""
+    wanted = f"an integer of at least {least}" + (", or None" if optional else "")
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{rung}: {name} is {value!r}; want {wanted}")
+    if value < least:
+        raise ValueError(f"{rung}: {name} is {value}; want {wanted}")
+    return int(value)
+
+
+def check_flag(rung: str, name: str, value: bool) -> None:
+    """TypeError unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{rung}: {name} is {value!r}; want True or False")
+
+
+def merge_config(rung: str, chosen: dict, config: dict | None) -> dict:
+    """``chosen`` launch parameters with those of ``config`` in their place; TypeError when that is no dict."""
+    if config is None:
+        return chosen
+    if not isinstance(config, dict):
+        raise TypeError(f"{rung}: config is a {type(config).__name__}; want a dict of launch parameters, or None")
+    return {**chosen, **config}
+
+
+def check_no_overlap(rung: str, name: str, x: torch.Tensor) -> None:
+    """ValueError when two elements of ``x``, along one dimension or two, share an address, as after ``expand``."""
+    if x.is_contiguous() or x.numel() == 0:
+        return
+    dims = [(size, stride) for size, stride in zip(x.shape, x.stride()) if size > 1]
+    for i, (size_a, a) in enumerate(dims):
+        # Index b/g along one dimension and a/g along the other are the same number of elements apart.
+        if a == 0 or any(b == 0 or b // math.gcd(a, b) < size_a and a // math.gcd(a, b) < size_b for size_b, b in dims[i + 1 :]):
+            raise ValueError(f"{rung}: {name} has shape {tuple(x.shape)} and strides {x.stride()}, elements on top of each other; "
+                             "want memory of its own for every element")  # fmt: skip

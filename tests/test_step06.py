@@ -1,5 +1,6 @@
 """Rung 06: the paged cache, decode over it, the merge of its splits, and the errors a user sees."""
 
+import numpy as np
 import pytest
 import torch
 from decode_checks import DEVICE, LAYOUTS, PROBLEMS, SMALL, check_decode, inputs_of
@@ -195,6 +196,70 @@ def test_cache_rejects():
             small_cache(**{name: 0})
 
 
+BAD_BOOKS = {
+    "half a token": (TypeError, "num_tokens is 1.5; want an integer of at least 0", lambda c: c.allocate(0, 1.5)),
+    "True tokens": (TypeError, "num_tokens is True; want an integer", lambda c: c.allocate(0, True)),
+    "no token count": (TypeError, "num_tokens is None; want an integer", lambda c: c.allocate(0, None)),
+    "-1 tokens": (ValueError, "num_tokens is -1; want an integer of at least 0", lambda c: c.allocate(0, -1)),
+    "allocate for a": (TypeError, "seq is 'a'; want an integer, 0 .. 1", lambda c: c.allocate("a", 1)),
+    "lists": (TypeError, r"k is a list; want a torch.Tensor \('n', 't', 2, 8\)", lambda c: c.append([1], [2])),
+    "v no tensor": (TypeError, r"v is a list; want a torch.Tensor \('n', 't', 2, 4\)", lambda c: c.append(new_tokens(2, 3)[0], [2])),
+    "k of no dims": (ValueError, r"k has shape \(\); want", lambda c: c.append(torch.zeros(()), torch.zeros(()))),
+    "k of 1 dim": (ValueError, r"k has shape \(2,\); want \(2, 't', 2, 8\)", lambda c: c.append(torch.zeros(2), torch.zeros(2))),
+    "too many": (ValueError, "k has 3 sequences; want 2 at the most, max_seqs of the cache", lambda c: c.append(*new_tokens(3, 1))),
+    "seqs a": (TypeError, "seq is 'a'; want an integer, 0 .. 1", lambda c: c.append(*new_tokens(1, 1), seqs=["a"])),
+    "seqs 0.5": (TypeError, "seq is 0.5; want an integer, 0 .. 1", lambda c: c.append(*new_tokens(1, 1), seqs=[0.5])),
+    "seqs True": (TypeError, "seq is True; want an integer, 0 .. 1", lambda c: c.append(*new_tokens(1, 1), seqs=[True])),
+    "seqs 1": (TypeError, "seqs is 1; want a sequence of integers, or None", lambda c: c.append(*new_tokens(1, 1), seqs=1)),
+    "seqs a 0-dim tensor": (TypeError, "seqs is 1; want", lambda c: c.append(*new_tokens(1, 1), seqs=torch.tensor(1))),
+    "float tensor": (TypeError, "seq is 1.0; want an integer", lambda c: c.append(*new_tokens(1, 1), seqs=torch.ones(1))),
+    "free a": (TypeError, "seq is 'a'; want an integer", lambda c: c.free("a")),
+    "read 2": (ValueError, "seq is 2; want 0 .. 1", lambda c: c.read(2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_BOOKS)
+def test_an_error_leaves_the_books_alone(name):
+    error, message, call = BAD_BOOKS[name]
+    cache = small_cache(max_seqs=2)
+    cache.append(*new_tokens(2, 7))
+    table = cache.block_table.clone()
+    with pytest.raises(error, match="PagedKVCache: " + message):
+        call(cache)
+    assert [cache.length(s) for s in range(2)] == cache.seq_lens.tolist() == [7, 7]
+    assert cache.free_pages == 6 and torch.equal(cache.block_table, table)
+    assert torch.equal(cache.read(1)[0], new_tokens(2, 7)[0][1])
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    (
+        (dict(num_pages=2.0), TypeError, "num_pages is 2.0; want an integer of at least 1"),
+        (dict(max_seqs=True), TypeError, "max_seqs is True; want an integer of at least 1"),
+        (dict(page_size="16"), TypeError, "page_size is '16'; want an integer of at least 1"),
+        (dict(dtype=torch.int32), ValueError, "dtype is torch.int32; want float16, bfloat16 or float32"),
+        (dict(dtype=torch.float64), ValueError, "dtype is torch.float64; want float16, bfloat16 or float32"),
+        (dict(dtype="float16"), TypeError, "dtype is 'float16'; want a torch.dtype"),
+    ),
+)
+def test_cache_that_cannot_be(changes, error, message):
+    options = dict(num_pages=10, page_size=4, num_kv_heads=2, head_dim=8, max_seqs=3, max_seq_len=20)
+    with pytest.raises(error, match="PagedKVCache: " + message):
+        PagedKVCache(**{**options, **changes})
+
+
+def test_integers_of_numpy():
+    cache = small_cache(**{name: np.int64(n) for name, n in dict(num_pages=10, page_size=4, max_seqs=3, max_seq_len=20).items()})
+    k, v = new_tokens(2, 5)
+    cache.append(k, v, np.array([2, 0]))
+    cache.append(k, v, torch.tensor([2, 0]))
+    cache.allocate(np.int32(1), np.int64(5))
+    assert [cache.length(np.int64(s)) for s in range(3)] == [10, 5, 10] and cache.free_pages == 2
+    assert torch.equal(cache.read(np.int64(2))[0], k[0].repeat(2, 1, 1))
+    inputs = inputs_of(PROBLEMS["splits"])
+    assert torch.equal(paged_decode(*inputs, num_kv_splits=np.int64(3)), paged_decode(*inputs, num_kv_splits=3))
+
+
 # What a user gets wrong
 
 
@@ -217,7 +282,13 @@ BAD = {
     "lengths no tensor": (TypeError, "seq_lens is a list; want an int32 torch.Tensor", lambda a: dict(seq_lens=[5, 40])),
     "scale": (ValueError, "scale is nan; want a finite number", lambda a: dict(scale=float("nan"))),
     "splits": (ValueError, "num_kv_splits is 0; want an integer of at least 1", lambda a: dict(num_kv_splits=0)),
+    "splits of 1.5": (TypeError, "num_kv_splits is 1.5; want an integer of at least 1, or None", lambda a: dict(num_kv_splits=1.5)),
     "out": (ValueError, "out is .*; want", lambda a: dict(out=a["q"].float())),
+    "out no tensor": (TypeError, "out is a list; want a torch.Tensor", lambda a: dict(out=[1])),
+    "out on itself": (ValueError, "out has shape .*; want memory of its own", lambda a: dict(out=a["q"][:, :, :1].expand_as(a["q"]))),
+    "workspace": (TypeError, "workspace is a int; want a float32 torch.Tensor of .* elements", lambda a: dict(workspace=3)),
+    "return_lse": (TypeError, "return_lse is 'no'; want True or False", lambda a: dict(return_lse="no")),
+    "strided lengths": (ValueError, "seq_lens has stride 2; want a contiguous", lambda a: dict(seq_lens=a["seq_lens"].repeat_interleave(2)[::2])),
 }  # fmt: skip
 
 
@@ -244,14 +315,37 @@ def test_a_length_beyond_the_table_is_an_error(length):
         paged_decode(**arguments)
 
 
+@pytest.mark.skipif(ON_GPU, reason="on a GPU the table is not read by the host")
+@pytest.mark.parametrize("entry", (10**7, -1, "the page after the last"))
+def test_a_live_entry_that_is_no_page_is_an_error(entry):
+    arguments = good()
+    pages = len(arguments["k_cache"])
+    entry = pages if isinstance(entry, str) else entry
+    want = paged_decode(**arguments)
+    arguments["block_table"][1, 3:] = entry  # 40 keys on pages of 16 end in column 2
+    assert torch.equal(paged_decode(**arguments), want)
+    arguments["block_table"][1, 2] = entry
+    with pytest.raises(ValueError, match=rf"step06_paged: block_table\[1, 2\] is {entry}, and seq_lens\[1\] = 40 reaches it; want 0 .. {pages - 1}"):
+        paged_decode(**arguments)
+
+
+@pytest.mark.skipif(ON_GPU, reason="on a GPU the table is not read by the host")
+def test_a_cache_without_pages():
+    arguments = good()
+    arguments.update(k_cache=arguments["k_cache"][:0], v_cache=arguments["v_cache"][:0])
+    with pytest.raises(ValueError, match=r"step06_paged: block_table\[0, 0\] is .*; want no live entry: the cache has no page"):
+        paged_decode(**arguments)
+    arguments["seq_lens"].zero_()
+    assert (paged_decode(**arguments) == 0).all()
+
+
 def test_a_length_beyond_the_table_is_nan_in_the_kernel(monkeypatch):
     """What a GPU does, where the host cannot look: loud in that sequence's rows, right in the others."""
     arguments = good()
     want = paged_decode(**arguments)
     import ladder.step06_paged.cache as cache
 
-    monkeypatch.setattr(cache.torch.Tensor, "min", lambda x: torch.zeros((), dtype=torch.int32), raising=False)
-    monkeypatch.setattr(cache.torch.Tensor, "max", lambda x: torch.zeros((), dtype=torch.int32), raising=False)
+    monkeypatch.setattr(cache, "_check_pages", lambda *arguments: None)
     arguments["seq_lens"][1] = 97
     with nan_allocations():
         out, lse = paged_decode(**arguments, return_lse=True)

@@ -265,7 +265,7 @@ def test_workspace_is_sized_to_need_and_left_clean():
     assert held == 4 * (6 * 2 * 4 * 16 * (32 + 1) + 6 * 2)
     paged_decode(*(x[:2] if x.shape[0] == 6 else x for x in inputs), num_kv_splits=4, workspace=workspace)
     assert workspace.nbytes == held
-    with pytest.raises(ValueError, match="workspace is Tensor; want a DecodeWorkspace"):
+    with pytest.raises(TypeError, match="workspace is a Tensor; want a DecodeWorkspace"):
         paged_decode(*inputs, num_kv_splits=4, workspace=workspace.partials)
 
 
@@ -535,6 +535,250 @@ def test_bad_prefill_arguments():
     if not ON_GPU:  # values are on the device there
         with pytest.raises(ValueError, match=r"cu_seqlens_q is \[0, 5, 21\]; want 0, then never falling, up to the 22"):
             attention_varlen(q, k, v, torch.tensor([0, 5, 21], dtype=torch.int32), cu)
+
+
+def paged_call(name, **changes):
+    """A call over pages that works, with ``changes``: 40 keys of the second sequence on pages of 16 end in column 2."""
+    if name == "mla_decode":
+        _, x = latent_inputs(lengths=(5, 40))
+        arguments = dict(q=x.q, latent_cache=x.k_cache[:, :, 0], scale=0.2, head_dim_v=32)
+    else:
+        x = inputs_of(PROBLEMS["group of 3"])
+        arguments = dict(q=x.q, k_cache=x.k_cache, v_cache=x.v_cache)
+        if name == "paged_prefill":
+            arguments.update(q=x.q[:, 0], cu_seqlens_q=torch.arange(3, dtype=torch.int32, device=DEVICE), config=SMALL_TILES)
+    return getattr(step07, name), {**arguments, "block_table": x.block_table, "seq_lens": x.seq_lens, **changes}
+
+
+PAGED_CALLS = ("paged_decode", "paged_prefill", "mla_decode")
+
+
+@pytest.mark.skipif(ON_GPU, reason="on a GPU the table is not read by the host")
+@pytest.mark.parametrize("entry", (10**7, -1))
+@pytest.mark.parametrize("name", PAGED_CALLS)
+def test_a_live_entry_that_is_no_page_is_an_error(name, entry):
+    call, arguments = paged_call(name)
+    want = call(**arguments)
+    arguments["block_table"][1, 3:] = entry
+    assert torch.equal(call(**arguments), want)
+    arguments["block_table"][1, 2] = entry
+    with pytest.raises(ValueError, match=rf"step07_dflash1: block_table\[1, 2\] is {entry}, and seq_lens\[1\] = 40 reaches it; want 0 .. "):
+        call(**arguments)
+
+
+@pytest.mark.skipif(ON_GPU, reason="on a GPU the table is not read by the host")
+@pytest.mark.parametrize("name", PAGED_CALLS)
+def test_a_cache_without_pages(name):
+    call, arguments = paged_call(name)
+    arguments.update({n: x[:0] for n, x in arguments.items() if n.endswith("_cache")})
+    with pytest.raises(ValueError, match=r"step07_dflash1: block_table\[0, 0\] is .*; want no live entry: the cache has no page"):
+        call(**arguments)
+    arguments["seq_lens"].zero_()
+    assert (call(**arguments) == 0).all()
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    (
+        (dict(return_lse="no"), TypeError, "return_lse is 'no'; want True or False"),
+        (dict(config=[1]), TypeError, "config is a list; want a dict of launch parameters, or None"),
+        (dict(out=[1]), TypeError, "out is a list; want a torch.Tensor"),
+    ),
+    ids=("return_lse", "config", "out"),
+)
+@pytest.mark.parametrize("name", (*PAGED_CALLS, "attention", "attention_varlen"))
+def test_bad_options(name, changes, error, message):
+    if name in PAGED_CALLS:
+        call, arguments = paged_call(name)
+    elif name == "attention":
+        call, arguments = attention, dict(zip("qkv", DENSE["causal"].make(DEVICE)))
+    else:
+        call, arguments = attention_varlen, dict(zip(("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"), packed([5, 17], [5, 17])))
+    with pytest.raises(error, match="step07_dflash1: " + message):
+        call(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize("name", ("paged_decode", "mla_decode"))
+@pytest.mark.parametrize(
+    "changes, error, message",
+    (
+        (dict(num_kv_splits=1.5), TypeError, "num_kv_splits is 1.5; want an integer of at least 1, or None"),
+        (dict(num_kv_splits=0), ValueError, "num_kv_splits is 0; want an integer of at least 1, or None"),
+        (dict(workspace=3, num_kv_splits=1), TypeError, "workspace is a int; want a DecodeWorkspace"),
+    ),
+    ids=("1.5 splits", "no split", "workspace"),
+)
+def test_bad_decode_options(name, changes, error, message):
+    call, arguments = paged_call(name)
+    with pytest.raises(error, match="step07_dflash1: " + message):
+        call(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize("head_dim_v", ("32", 32.0, True))
+def test_mla_head_size_is_an_integer(head_dim_v):
+    call, arguments = paged_call("mla_decode", head_dim_v=head_dim_v)
+    with pytest.raises(TypeError, match="step07_dflash1: head_dim_v is .*; want an integer"):
+        call(**arguments)
+    call, arguments = paged_call("mla_decode", latent_cache=[1])
+    with pytest.raises(TypeError, match="step07_dflash1: latent_cache is a list; want a torch.Tensor"):
+        call(**arguments)
+
+
+@pytest.mark.parametrize(
+    "strides, fits",
+    (
+        ((2112, 1056, 32, 1), True), ((33 * 64, 32, 64, 1), True), ((1, 33 * 32, 1, 33), True), ((0, 1056, 32, 1), True),
+        ((2112, 0, 32, 1), False), ((2112, 1056, 0, 1), False), ((2112, 1056, 32, 0), False), ((2112, 1056, 31, 1), False),
+        ((2112, 32, 32, 1), False), ((2112, 1, 2, 66), True), ((2112, 1, 1, 66), False),
+    ),
+)  # fmt: skip
+def test_out_that_lies_on_itself(strides, fits):
+    q, k, v = DENSE["causal"].make(DEVICE)
+    want = attention(q, k, v, causal=True, config=SMALL_TILES)
+    out = torch.full((5000,), float("nan"), dtype=q.dtype, device=DEVICE).as_strided(want.shape, strides)
+    if fits:
+        assert torch.equal(attention(q, k, v, causal=True, config=SMALL_TILES, out=out), want)
+    else:
+        with pytest.raises(ValueError, match=r"step07_dflash1: out has shape \(1, 2, 33, 32\) and strides .*; want memory of its own"):
+            attention(q, k, v, causal=True, config=SMALL_TILES, out=out)
+
+
+def test_packed_out_that_lies_on_itself():
+    q, k, v, cu, _ = packed([5, 17], [5, 17])
+    with pytest.raises(ValueError, match=r"step07_dflash1: out has shape \(22, 4, 16\) and strides \(0, 16, 1\)"):
+        attention_varlen(q, k, v, cu, cu, out=v.new_empty(1, 4, 16).expand(22, 4, 16))
+
+
+def test_strided_cu_seqlens():
+    q, k, v, cu, _ = packed([5, 17], [5, 17])
+    with pytest.raises(ValueError, match=r"step07_dflash1: cu_seqlens_k has stride \(2,\); want a contiguous tensor"):
+        attention_varlen(q, k, v, cu, cu.repeat_interleave(2)[::2])
+
+
+@pytest.mark.skipif(ON_GPU, reason="on a GPU the index is not read by the host")
+@pytest.mark.parametrize("index", (torch.int32, torch.int64))
+def test_out_index_beyond_out(index):
+    q, k, v, cu, _ = packed([5, 17], [5, 17])
+    places = torch.arange(44, dtype=index).view(22, 2)
+    places[3, 1] = 44
+    with pytest.raises(ValueError, match="step07_dflash1: out_index holds 44; want at most 43, the last row of out, or below 0 for none"):
+        attention_varlen(q, k, v, cu, cu, out_index=places, config=SMALL_TILES)
+    out = attention_varlen(q, k, v, cu, cu, out_index=places, config=SMALL_TILES, out=q.new_zeros(45, 4, 16))
+    assert torch.equal(out[44], out[6]) and (out[7] == 0).all()
+
+
+# Groups that do not fit: x has 4 tokens, 3 experts own 1, 0 and 3 rows.
+
+
+def grouped_call(**changes):
+    arguments = dict(x=torch.ones(4, 8), weight=torch.ones(3, 8, 5), offsets=torch.tensor([0, 1, 1, 4], dtype=torch.int32))
+    return {n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in {**arguments, **changes}.items()}
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    (
+        (dict(x=[1]), TypeError, r"x is a list; want a torch.Tensor \(T, K\)"),
+        (dict(x=torch.ones(4, 8, dtype=torch.int32)), ValueError, "x has dtype torch.int32; want float16, bfloat16 or float32"),
+        (dict(weight=[1]), TypeError, "weight is a list; want a torch.Tensor"),
+        (dict(offsets=[0, 1, 1, 4]), TypeError, r"offsets is a list; want a torch.Tensor \(4,\) int32"),
+        (dict(offsets=torch.tensor([0, 1, 1, 4])), ValueError, r"offsets is \(4,\) torch.int64; want \(4,\) int32"),
+        (dict(order=[0, 1, 2, 3]), TypeError, "order is a list; want a torch.Tensor"),
+        (dict(order=torch.arange(8, dtype=torch.int32)), ValueError, "order has 8 rows; want 4, .*top_k=1; was top_k=2 meant?"),
+        (dict(order=int32(0, 1, 2)), ValueError, "order has 3 rows; want 4, the 4 tokens of x times top_k=1$"),
+        (dict(top_k=0), ValueError, "top_k is 0; want an integer of at least 1"),
+        (dict(top_k=2.0), TypeError, "top_k is 2.0; want an integer of at least 1"),
+        (dict(top_k=True), TypeError, "top_k is True; want an integer of at least 1"),
+        (dict(out=[1]), TypeError, "out is a list; want a torch.Tensor"),
+        (dict(out=torch.ones(1, 5, device=DEVICE).expand(4, 5)), ValueError, "out has shape .*; want memory of its own"),
+        (dict(tiles=[1]), TypeError, r"tiles is a list; want a torch.Tensor \(slots, 2\)"),
+        (dict(tiles=int32(0, 0)), ValueError, r"tiles is \(2,\) torch.int32 .*; want \(slots, 2\) int32"),
+        (dict(config=[1]), TypeError, "config is a list; want a dict of launch parameters, or None"),
+    ),
+)
+def test_grouped_matmul_rejects_more(changes, error, message):
+    with pytest.raises(error, match="step07_dflash1: " + message):
+        grouped_matmul(**grouped_call(**changes))
+
+
+@pytest.mark.skipif(ON_GPU, reason="on a GPU offsets and order are not read by the host")
+@pytest.mark.parametrize(
+    "changes, message",
+    (
+        (dict(offsets=int32(1, 1, 1, 4)), r"offsets is \[1, 1, 1, 4\]; want 0, then never falling, up to 4 rows at the most"),
+        (dict(offsets=int32(0, 2, 1, 4)), r"offsets is \[0, 2, 1, 4\]; want 0, then never falling"),
+        (dict(offsets=int32(0, 1, 1, 5)), r"offsets is \[0, 1, 1, 5\]; want 0, .*up to 4 rows"),
+        (dict(order=int32(0, 1, 4, 3)), "order holds 4 before row 4, the end of offsets; want 0 .. 3"),
+        (dict(order=int32(0, 1, -1, 3)), "order holds -1 before row 4"),
+    ),
+)
+def test_grouped_matmul_reads_offsets_and_order(changes, message):
+    with pytest.raises(ValueError, match="step07_dflash1: " + message):
+        grouped_matmul(**grouped_call(**changes))
+    if "offsets" in changes:
+        with pytest.raises(ValueError, match="step07_dflash1: offsets is"):
+            tile_map(changes["offsets"], 2, 4)
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    (
+        (([0, 1], 2, 1), TypeError, r"offsets is a list; want a torch.Tensor \(num_experts \+ 1,\) int32"),
+        ((int32(0, 4).long(), 2, 4), ValueError, r"offsets is \(2,\) torch.int64; want \(num_experts \+ 1,\) int32"),
+        ((int32(0, 4)[None], 2, 4), ValueError, r"offsets is \(1, 2\) torch.int32; want"),
+        ((int32(0, 4), 0, 4), ValueError, "block_rows is 0; want an integer of at least 1"),
+        ((int32(0, 4), 2.0, 4), TypeError, "block_rows is 2.0; want an integer of at least 1"),
+        ((int32(0, 4), 2, -1), ValueError, "total_rows is -1; want an integer of at least 0"),
+        ((int32(0, 4), 2, 4.5), TypeError, "total_rows is 4.5; want an integer of at least 0"),
+    ),
+)
+def test_tile_map_rejects(arguments, error, message):
+    offsets, *rest = arguments
+    with pytest.raises(error, match="step07_dflash1: " + message):
+        tile_map(offsets.to(DEVICE) if isinstance(offsets, torch.Tensor) else offsets, *rest)
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    (
+        (dict(x=[1]), TypeError, r"x is a list; want a torch.Tensor \(T, width\)"),
+        (dict(groups=[1]), TypeError, "groups is a list; want TokenGroups"),
+        (dict(out=[1]), TypeError, r"out is a list; want a torch.Tensor \(8, 6\)"),
+        (dict(out=torch.ones(7, 6)), ValueError, r"out is \(7, 6\) torch.float32 .*; want \(8, 6\) torch.float32"),
+        (dict(out=torch.ones(8, 6).half()), ValueError, r"out is \(8, 6\) torch.float16 .*; want \(8, 6\) torch.float32"),
+        (dict(out=torch.empty(8, 6, device="meta")), ValueError, r"out is \(8, 6\) torch.float32 on meta; want .* on "),
+        (dict(out=torch.ones(6, 8).T), ValueError, r"out has strides \(1, 8\); want rows contiguous"),
+        (dict(out=torch.ones(1, 6, device=DEVICE).expand(8, 6)), ValueError, "out has shape .*; want memory of its own"),
+    ),
+)
+def test_permute_rows_rejects(changes, error, message):
+    changes = {n: x.to(DEVICE) if isinstance(x, torch.Tensor) and x.device.type != "meta" else x for n, x in changes.items()}
+    groups = group_tokens(torch.arange(8, device=DEVICE).view(4, 2) % 3, 3)
+    with pytest.raises(error, match="step07_dflash1: " + message):
+        permute_rows(**{**dict(x=torch.ones(4, 6, device=DEVICE), groups=groups), **changes})
+
+
+@pytest.mark.parametrize("num_experts", ("3", 3.0, True))
+def test_number_of_experts_is_an_integer(num_experts):
+    with pytest.raises(TypeError, match="step07_dflash1: num_experts is .*; want an integer of at least 1"):
+        group_tokens(torch.zeros(3, dtype=torch.int32, device=DEVICE), num_experts)
+    with pytest.raises(TypeError, match="step07_dflash1: num_experts is .*; want an integer of at least 1"):
+        capacity_offsets(num_experts, 2)
+
+
+def test_integers_of_numpy():
+    ids = torch.arange(8, device=DEVICE).view(4, 2) % 3
+    groups, x, weight = group_tokens(ids, np.int64(3)), torch.ones(4, 8, device=DEVICE), torch.ones(3, 8, 5, device=DEVICE)
+    assert torch.equal(groups.order, group_tokens(ids, 3).order)
+    assert torch.equal(tile_map(groups.offsets, np.int32(2), np.int64(8)), tile_map(groups.offsets, 2, 8))
+    assert capacity_offsets(np.int64(3), np.int64(2)).tolist() == [0, 2, 4, 6]
+    assert (grouped_matmul(x, weight, groups.offsets, order=groups.order, top_k=np.int64(2)) == 8).all()
+    inputs = inputs_of(PROBLEMS["splits"])
+    assert torch.equal(paged_decode(*inputs, num_kv_splits=np.int64(3)), paged_decode(*inputs, num_kv_splits=3))
 
 
 def test_forward_only():

@@ -2,6 +2,7 @@
 
 import torch
 
+from ladder.contract import check_flag, check_integer, check_no_overlap
 from ladder.step05_fused.attention import LOG2_E, MAX_HEAD_DIM, attention, bytes_moved
 
 from .cache import check_paged
@@ -21,7 +22,8 @@ def paged_decode(
             float32, any strides. D and Dv up to 256.
         k_cache: (num_pages, page_size, Hkv, D). v_cache: (num_pages, page_size, Hkv, Dv). Any strides; their dead slots
             may hold anything, NaN too.
-        block_table: (B, max_pages) int32. Entries past a sequence's pages may be anything.
+        block_table: (B, max_pages) int32. Entries past a sequence's pages may be anything; the others are pages of the
+            cache, which only a CPU checks: a GPU reads whatever lies there.
         seq_lens: (B,) int32, keys of each sequence, its q_len newest included. Token i sees keys
             j <= seq_lens - q_len + i. Read by the device only, so a captured graph replays at any lengths.
         scale: factor on the scores; None is 1/sqrt(D).
@@ -38,7 +40,8 @@ def paged_decode(
         max_pages * page_size gives NaN.
 
     Raises:
-        TypeError, ValueError: naming the argument, what came and what is wanted; on a CPU also for such a length.
+        TypeError, ValueError: naming the argument, what came and what is wanted; on a CPU also for such a length, and for
+            an entry of the block table that a length reaches and that is no page.
         NotImplementedError: head sizes above 256.
 
     Source: Dao et al., "Flash-Decoding"; Kwon et al., "PagedAttention".
@@ -51,6 +54,7 @@ def paged_decode(
         rung, q, k_cache, v_cache, block_table, seq_lens,
         scale=scale, max_head_dim=MAX_HEAD_DIM, q_layout="(B, q_len, Hq, D)",
     )  # fmt: skip
+    check_flag(rung, "return_lse", return_lse)
     (batch, q_len, num_heads, head_dim), (_, page_size, num_kv_heads, head_dim_v) = q.shape, v_cache.shape
     split_kernel, merge_kernel = _kernels(rung, q)
     capacity = block_table.shape[1] * page_size
@@ -58,8 +62,8 @@ def paged_decode(
     if num_kv_splits is None:
         row_tiles = -(-q_len // config["BLOCK_M"])
         num_kv_splits = choose_num_splits(batch * num_heads * row_tiles, capacity, config["BLOCK_N"], processors(q.device))
-    elif isinstance(num_kv_splits, bool) or not isinstance(num_kv_splits, int) or num_kv_splits < 1:
-        raise ValueError(f"{rung}: num_kv_splits is {num_kv_splits!r}; want an integer of at least 1, or None")
+    else:
+        num_kv_splits = check_integer(rung, "num_kv_splits", num_kv_splits, 1, optional=True)
 
     shape = (batch, q_len, num_heads, head_dim_v)
     out = check_out(rung, out, q, shape, one_token)
@@ -68,6 +72,8 @@ def paged_decode(
     needed = workspace_elements(batch, q_len, num_heads, head_dim_v, num_kv_splits)
     if workspace is None:
         workspace = q.new_empty(needed, dtype=torch.float32)
+    elif not isinstance(workspace, torch.Tensor):
+        raise TypeError(f"{rung}: workspace is a {type(workspace).__name__}; want a float32 torch.Tensor of {needed} elements, or None")
     elif workspace.dtype != torch.float32 or workspace.device != q.device or workspace.numel() < needed or not workspace.is_contiguous():
         raise ValueError(
             f"{rung}: workspace has {workspace.numel()} elements of {workspace.dtype} on {workspace.device}; "
@@ -144,9 +150,11 @@ def check_out(rung, out, q, shape, one_token):
     if out is None:
         return q.new_empty(shape)
     wanted = (shape[0], *shape[2:]) if one_token else shape
-    if not isinstance(out, torch.Tensor) or tuple(out.shape) != wanted or out.dtype != q.dtype or out.device != q.device:
-        came = f"{tuple(out.shape)} {out.dtype} on {out.device}" if isinstance(out, torch.Tensor) else type(out).__name__
-        raise ValueError(f"{rung}: out is {came}; want {wanted} {q.dtype} on {q.device}")
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"{rung}: out is a {type(out).__name__}; want a torch.Tensor {wanted} {q.dtype}, or None")
+    if tuple(out.shape) != wanted or out.dtype != q.dtype or out.device != q.device:
+        raise ValueError(f"{rung}: out is {tuple(out.shape)} {out.dtype} on {out.device}; want {wanted} {q.dtype} on {q.device}")
+    check_no_overlap(rung, "out", out)
     return out[:, None] if one_token else out
 
 

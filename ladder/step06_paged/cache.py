@@ -1,8 +1,10 @@
 """The paged KV cache: a pool of pages, a block table for each sequence, and the checks that decode shares."""
 
+import numbers
+
 import torch
 
-from ladder.contract import FLOATS, check_scale
+from ladder.contract import FLOATS, check_integer, check_scale
 
 
 class PagedKVCache:
@@ -33,9 +35,12 @@ class PagedKVCache:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         sizes = dict(num_pages=num_pages, page_size=page_size, num_kv_heads=num_kv_heads, head_dim=head_dim,
                      head_dim_v=head_dim_v, max_seqs=max_seqs, max_seq_len=max_seq_len)  # fmt: skip
-        for name, value in sizes.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"PagedKVCache: {name} is {value!r}; want an integer of at least 1")
+        sizes = [check_integer("PagedKVCache", name, value, 1) for name, value in sizes.items()]
+        num_pages, page_size, num_kv_heads, head_dim, head_dim_v, max_seqs, max_seq_len = sizes
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"PagedKVCache: dtype is {dtype!r}; want a torch.dtype: float16, bfloat16 or float32")
+        if dtype not in FLOATS:
+            raise ValueError(f"PagedKVCache: dtype is {dtype}; want float16, bfloat16 or float32")
         self.page_size, self.max_seq_len = page_size, max_seq_len
         self.k_pages = torch.empty(num_pages, page_size, num_kv_heads, head_dim, dtype=dtype, device=device)
         self.v_pages = torch.empty(num_pages, page_size, num_kv_heads, head_dim_v, dtype=dtype, device=device)
@@ -58,23 +63,24 @@ class PagedKVCache:
         """Take the pages that ``num_tokens`` more tokens of sequence ``seq`` need. All or nothing.
 
         Raises:
+            TypeError: ``seq`` or ``num_tokens`` is no integer.
             ValueError: the sequence would be longer than the block table can hold.
             MemoryError: the pool has too few free pages.
         """
-        seq, length = self._check_seq(seq), self._lengths[seq] + num_tokens
-        if num_tokens < 0:
-            raise ValueError(f"PagedKVCache: num_tokens is {num_tokens}; want at least 0")
+        seq, num_tokens = self._check_seq(seq), check_integer("PagedKVCache", "num_tokens", num_tokens, 0)
         self._check_length(seq, num_tokens)
+        length = self._lengths[seq] + num_tokens
         held = len(self._pages[seq])
         missing = -(-length // self.page_size) - held
         if missing > len(self._free):
             raise MemoryError(f"PagedKVCache: sequence {seq} needs {missing} more pages; {len(self._free)} are free")
-        self._lengths[seq] = length
         if missing > 0:
-            pages = [self._free.pop() for _ in range(missing)]
-            self._pages[seq] += pages
+            pages = self._free[: -missing - 1 : -1]
             entries = torch.tensor(pages, dtype=torch.int32)
             self.block_table[seq, held : held + missing] = entries.to(self.block_table.device)
+            self._pages[seq] += pages  # the books last: an error above leaves them as they were
+            del self._free[-missing:]
+        self._lengths[seq] = length
 
     def append(self, k, v, seqs=None):
         """Store new tokens behind the ones that the sequences have, in place; takes pages as needed.
@@ -84,13 +90,20 @@ class PagedKVCache:
             seqs: n different sequence numbers; None is 0 .. n-1.
 
         Raises:
+            TypeError: ``k`` or ``v`` is no tensor, or a sequence number no integer.
             ValueError: shapes, dtypes or sequence numbers that do not fit, or a sequence longer than its table row.
             MemoryError: the pool has too few free pages. Nothing is stored then.
         """
-        seqs = list(range(k.shape[0])) if seqs is None else [self._check_seq(s) for s in seqs]
+        for name, x, pages in (("k", k, self.k_pages), ("v", v, self.v_pages)):
+            wanted = ("n", "t", *pages.shape[2:])
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"PagedKVCache: {name} is a {type(x).__name__}; want a torch.Tensor {wanted}")
+            if x.ndim == 0:
+                raise ValueError(f"PagedKVCache: {name} has shape (); want {wanted}")
+        seqs = self._check_seqs(seqs, k.shape[0])
         for name, x, pages in (("k", k, self.k_pages), ("v", v, self.v_pages)):
             if x.ndim != 4 or x.shape[0] != len(seqs) or x.shape[1] != k.shape[1] or x.shape[2:] != pages.shape[2:]:
-                wanted = (len(seqs), k.shape[1], *pages.shape[2:])
+                wanted = (len(seqs), k.shape[1] if k.ndim > 1 else "t", *pages.shape[2:])
                 raise ValueError(f"PagedKVCache: {name} has shape {tuple(x.shape)}; want {wanted}")
             if x.dtype != pages.dtype or x.device != pages.device:
                 raise ValueError(
@@ -143,16 +156,32 @@ class PagedKVCache:
             )
 
     def _check_seq(self, seq):
+        wanted = f"0 .. {len(self._pages) - 1}"
+        if isinstance(seq, bool) or not isinstance(seq, numbers.Integral):
+            raise TypeError(f"PagedKVCache: seq is {seq!r}; want an integer, {wanted}")
         if not 0 <= seq < len(self._pages):
-            raise ValueError(f"PagedKVCache: seq is {seq}; want 0 .. {len(self._pages) - 1}")
+            raise ValueError(f"PagedKVCache: seq is {seq}; want {wanted}")
         return int(seq)
+
+    def _check_seqs(self, seqs, count):
+        if seqs is None:
+            if count > len(self._pages):
+                raise ValueError(f"PagedKVCache: k has {count} sequences; want {len(self._pages)} at the most, max_seqs of the cache")
+            return list(range(count))
+        if isinstance(seqs, torch.Tensor):
+            seqs = seqs.tolist()
+        try:
+            numbers_given = list(seqs)
+        except TypeError:
+            raise TypeError(f"PagedKVCache: seqs is {seqs!r}; want a sequence of integers, or None") from None
+        return [self._check_seq(s) for s in numbers_given]
 
 
 def check_paged(rung, q, k_cache, v_cache, block_table, seq_lens, *, scale, max_head_dim, q_layout, batch_of_q=True):
     """Check what every kernel over a paged cache is given; returns the softmax scale.
 
-    On a CPU the lengths are checked too. On a GPU that would wait for the device, so the kernels themselves write NaN
-    for a sequence whose length is negative or beyond its block table.
+    On a CPU the lengths and the pages that they reach are checked too. On a GPU that would wait for the device, so the
+    kernels themselves write NaN for a sequence whose length is negative or beyond its block table; pages are trusted.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what is wanted. NotImplementedError: head size.
@@ -191,15 +220,31 @@ def check_paged(rung, q, k_cache, v_cache, block_table, seq_lens, *, scale, max_
             raise ValueError(f"{rung}: {name} has dtype {x.dtype}; want int32")
         if x.device != q.device:
             raise ValueError(f"{rung}: {name} is on {x.device}; want {q.device}, the device of q")
+    if seq_lens.numel() > 1 and seq_lens.stride(0) != 1:
+        raise ValueError(f"{rung}: seq_lens has stride {seq_lens.stride(0)}; want a contiguous tensor")
     batch = q.shape[0] if batch_of_q else seq_lens.shape[0]
     if block_table.shape[0] != batch or seq_lens.shape[0] != batch:
         raise ValueError(
             f"{rung}: block_table has {block_table.shape[0]} rows, seq_lens {seq_lens.shape[0]}; want {batch}, one a sequence"
         )
     if seq_lens.device.type == "cpu" and batch:
-        capacity = block_table.shape[1] * page_size
-        shortest, longest = int(seq_lens.min()), int(seq_lens.max())
-        if shortest < 0 or longest > capacity:
-            wrong = shortest if shortest < 0 else longest
-            raise ValueError(f"{rung}: seq_lens holds {wrong}; want 0 .. {capacity}, what a row of block_table can address")
+        _check_pages(rung, block_table, seq_lens, k_cache.shape[0], page_size)
     return check_scale(rung, scale, head_dim)
+
+
+def _check_pages(rung, block_table, seq_lens, num_pages, page_size):
+    """Check lengths, and the entries of the block table that they reach: those behind may be anything."""
+    capacity = block_table.shape[1] * page_size
+    shortest, longest = int(seq_lens.min()), int(seq_lens.max())
+    if shortest < 0 or longest > capacity:
+        wrong = shortest if shortest < 0 else longest
+        raise ValueError(f"{rung}: seq_lens holds {wrong}; want 0 .. {capacity}, what a row of block_table can address")
+    live = torch.arange(block_table.shape[1])[None] * page_size < seq_lens[:, None]
+    wrong = (live & ((block_table < 0) | (block_table >= num_pages))).nonzero()
+    if len(wrong):
+        row, column = wrong[0].tolist()
+        pages = f"0 .. {num_pages - 1}" if num_pages else "no live entry: the cache has no page"
+        raise ValueError(
+            f"{rung}: block_table[{row}, {column}] is {int(block_table[row, column])}, and seq_lens[{row}] = "
+            f"{int(seq_lens[row])} reaches it; want {pages}"
+        )

@@ -2,7 +2,14 @@
 
 import torch
 
-from ladder.contract import check_attention, check_cu_seqlens
+from ladder.contract import (
+    check_attention,
+    check_cu_seqlens,
+    check_flag,
+    check_integer,
+    check_no_overlap,
+    merge_config,
+)
 from ladder.step05_fused.attention import LOG2_E
 from ladder.step06_paged.attention import check_out, choose_num_splits, processors
 from ladder.step06_paged.cache import check_paged
@@ -39,12 +46,13 @@ def attention(q, k, v, *, causal=False, scale=None, return_lse=False, out=None, 
         RUNG, q, k, v, causal=causal, scale=scale,
         grouped_heads=True, unequal_head_dims=True, max_head_dim=MAX_HEAD_DIM,
     )  # fmt: skip
+    check_flag(RUNG, "return_lse", return_lse)
     kernel = _device_code(q, k, v).dflash1_prefill
     (batch, num_heads, seqlen_q, head_dim), (_, num_kv_heads, seqlen_k, _) = q.shape, k.shape
     head_dim_v = v.shape[3]
     out = check_out(RUNG, out, q, (batch, num_heads, seqlen_q, head_dim_v), False)
     lse = q.new_empty(batch, num_heads, seqlen_q, dtype=torch.float32) if return_lse else None
-    config = {**prefill_config(head_dim, head_dim_v, q.element_size(), arch(q.device)), **(config or {})}
+    config = merge_config(RUNG, prefill_config(head_dim, head_dim_v, q.element_size(), arch(q.device)), config)
     num_tiles = -(-seqlen_q // config["BLOCK_M"])
     if num_tiles * num_heads * batch:
         with torch.cuda.device_of(q):  # the launch goes to the current device
@@ -74,7 +82,8 @@ def attention_varlen(
         out: tensor for the result. With ``out_index`` it may have more rows than that writes. None allocates.
         out_index: (total_q, top_k) int32 or int64: token t's row is stored at rows out_index[t], not at t; a negative
             entry is stored nowhere. ``group_tokens(...).places`` puts every token behind each of its experts, which
-            saves the pass that would permute the output. Rows that no entry names are left as they were.
+            saves the pass that would permute the output. Rows that no entry names are left as they were. That entries
+            are rows of out is checked on a CPU only.
 
     Returns:
         (total_q, Hq, Dv), or (total_q * top_k, Hq, Dv) with out_index; with return_lse also (Hq, total_q) float32.
@@ -169,9 +178,11 @@ def mla_decode(
 
     Source: DeepSeek-AI, "DeepSeek-V2", section 2.1; the shared tile is FlashMLA's.
     """
-    if not isinstance(latent_cache, torch.Tensor) or latent_cache.ndim != 3:
-        came = tuple(latent_cache.shape) if isinstance(latent_cache, torch.Tensor) else type(latent_cache).__name__
-        raise ValueError(f"{RUNG}: latent_cache is {came}; want a tensor (num_pages, page_size, D)")
+    if not isinstance(latent_cache, torch.Tensor):
+        raise TypeError(f"{RUNG}: latent_cache is a {type(latent_cache).__name__}; want a torch.Tensor (num_pages, page_size, D)")
+    if latent_cache.ndim != 3:
+        raise ValueError(f"{RUNG}: latent_cache is {tuple(latent_cache.shape)}; want a tensor (num_pages, page_size, D)")
+    head_dim_v = check_integer(RUNG, "head_dim_v", head_dim_v, 1)
     if not 16 <= head_dim_v <= latent_cache.shape[2] or head_dim_v & (head_dim_v - 1):
         raise ValueError(f"{RUNG}: head_dim_v is {head_dim_v}; want a power of two, 16 .. {latent_cache.shape[2]}")
     if scale is None:
@@ -224,6 +235,11 @@ def _decode(
     q, k_cache, v_cache, block_table, seq_lens, out, scale, num_kv_splits, return_lse, workspace, config, latent=False
 ):  # fmt: skip
     """Launch ``dflash1_decode`` on checked arguments; returns the log-sum-exp or None."""
+    check_flag(RUNG, "return_lse", return_lse)
+    if workspace is not None and not isinstance(workspace, DecodeWorkspace):
+        raise TypeError(f"{RUNG}: workspace is a {type(workspace).__name__}; want a DecodeWorkspace on {q.device}, or None")
+    if num_kv_splits is not None:
+        num_kv_splits = check_integer(RUNG, "num_kv_splits", num_kv_splits, 1, optional=True)
     kernel = _device_code(q, k_cache, v_cache).dflash1_decode
     (batch, q_len, num_heads, head_dim), (_, page_size, num_kv_heads, head_dim_v) = q.shape, v_cache.shape
     group = num_heads // num_kv_heads
@@ -231,14 +247,12 @@ def _decode(
     # A caller who fixes the splits wants bits that do not depend on the batch, so the tile must not either.
     few = num_kv_splits is None and _few(batch * num_kv_heads, capacity, processors(q.device))
     chosen = decode_config(head_dim, head_dim_v, rows, page_size, q.element_size(), arch(q.device), latent, few)
-    config = {**chosen, **(config or {})}
+    config = merge_config(RUNG, chosen, config)
     block_m = config["BLOCK_M"]
     row_tiles = -(-rows // block_m)
     groups = batch * num_kv_heads * row_tiles
     if num_kv_splits is None:
         num_kv_splits = choose_num_splits(groups, capacity, MIN_SPLIT_KEYS, processors(q.device), filled=0.95)
-    elif isinstance(num_kv_splits, bool) or not isinstance(num_kv_splits, int) or num_kv_splits < 1:
-        raise ValueError(f"{RUNG}: num_kv_splits is {num_kv_splits!r}; want an integer of at least 1, or None")
     lse = q.new_empty(batch, num_heads, q_len, dtype=torch.float32) if return_lse else None
     if not groups:
         return lse
@@ -246,9 +260,8 @@ def _decode(
     partials = part_lse = counters = None
     if num_kv_splits > 1:
         workspace = DecodeWorkspace(q.device) if workspace is None else workspace
-        if not isinstance(workspace, DecodeWorkspace) or workspace.partials.device != q.device:
-            came = workspace.partials.device if isinstance(workspace, DecodeWorkspace) else type(workspace).__name__
-            raise ValueError(f"{RUNG}: workspace is {came}; want a DecodeWorkspace on {q.device}")
+        if workspace.partials.device != q.device:
+            raise ValueError(f"{RUNG}: workspace is on {workspace.partials.device}; want a DecodeWorkspace on {q.device}")
         part_rows = groups * num_kv_splits * block_m
         workspace.reserve(part_rows * (head_dim_v + 1), groups)
         partials, part_lse, counters = workspace.partials, workspace.partials[part_rows * head_dim_v :], workspace.counters
@@ -268,6 +281,7 @@ def _decode(
 
 def _packed_prefill(q, k, v, cu_q, cu_k, block_table, seq_lens, causal, scale, return_lse, out, out_index, config):
     """Launch ``dflash1_prefill`` on checked packed tokens; K and V packed too, or in pages."""
+    check_flag(RUNG, "return_lse", return_lse)
     kernel = _device_code(q, k, v).dflash1_prefill
     (total_q, num_heads, head_dim), num_kv_heads, head_dim_v = q.shape, k.shape[-2], v.shape[-1]
     paged = block_table is not None
@@ -278,12 +292,19 @@ def _packed_prefill(q, k, v, cu_q, cu_k, block_table, seq_lens, causal, scale, r
         rows = total_q * top_k
     if out is None:
         out = q.new_empty(rows, num_heads, head_dim_v)
-    elif out.ndim != 3 or out.shape[1:] != (num_heads, head_dim_v) or out.dtype != q.dtype or out.device != q.device \
-            or (out.shape[0] < rows if top_k else out.shape[0] != rows):  # fmt: skip
+    else:
         wanted = f"({'at least ' if top_k else ''}{rows}, {num_heads}, {head_dim_v}) {q.dtype} on {q.device}"
-        raise ValueError(f"{RUNG}: out is {tuple(out.shape)} {out.dtype} on {out.device}; want {wanted}")
+        if not isinstance(out, torch.Tensor):
+            raise TypeError(f"{RUNG}: out is a {type(out).__name__}; want a torch.Tensor {wanted}, or None")
+        if out.ndim != 3 or out.shape[1:] != (num_heads, head_dim_v) or out.dtype != q.dtype or out.device != q.device \
+                or (out.shape[0] < rows if top_k else out.shape[0] != rows):  # fmt: skip
+            raise ValueError(f"{RUNG}: out is {tuple(out.shape)} {out.dtype} on {out.device}; want {wanted}")
+        check_no_overlap(RUNG, "out", out)
+    if top_k:
+        check_rows("out_index", out_index, out.shape[0])
     lse = q.new_empty(num_heads, total_q, dtype=torch.float32) if return_lse else None
-    config = {**prefill_config(head_dim, head_dim_v, q.element_size(), arch(q.device), page_size, ragged=True), **(config or {})}
+    chosen = prefill_config(head_dim, head_dim_v, q.element_size(), arch(q.device), page_size, ragged=True)
+    config = merge_config(RUNG, chosen, config)
     num_seqs = cu_q.numel() - 1
     num_tiles = total_q // config["BLOCK_M"] + num_seqs
     k_strides, v_strides = (x.stride() if paged else (0, *x.stride()) for x in (k, v))  # (page, key, head, dim)
@@ -447,12 +468,12 @@ def _check_cu(name, cu_seqlens, packed):
     """Check cumulative lengths, their values on a CPU only; returns the number of sequences."""
     if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.device != packed.device:
         raise ValueError(f"{RUNG}: {name} is on {cu_seqlens.device}; want {packed.device}, the device of q")
+    if isinstance(cu_seqlens, torch.Tensor) and not cu_seqlens.is_contiguous():
+        raise ValueError(f"{RUNG}: {name} has stride {cu_seqlens.stride()}; want a contiguous tensor")
     if packed.device.type == "cpu" or not isinstance(cu_seqlens, torch.Tensor):
         return len(check_cu_seqlens(RUNG, name, cu_seqlens, packed.shape[0])) - 1
     if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{RUNG}: {name} is {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; want (num_seqs + 1,) int32 or int64")
-    if not cu_seqlens.is_contiguous():
-        raise ValueError(f"{RUNG}: {name} has stride {cu_seqlens.stride()}; want a contiguous tensor")
     return cu_seqlens.numel() - 1
 
 
@@ -468,6 +489,12 @@ def _check_out_index(out_index, q):
     if out_index.device != q.device:
         raise ValueError(f"{RUNG}: out_index is on {out_index.device}; want {q.device}, the device of q")
     return out_index.shape[1]
+
+
+def check_rows(name, index, rows):
+    """ValueError when an entry of ``index`` is not below ``rows``; on a CPU only, for it reads the entries."""
+    if index.device.type == "cpu" and index.numel() and int(index.max()) >= rows:
+        raise ValueError(f"{RUNG}: {name} holds {int(index.max())}; want at most {rows - 1}, the last row of out, or below 0 for none")
 
 
 def _device_code(q, *others):

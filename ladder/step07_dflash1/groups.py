@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .attention import RUNG, _device_code
+from ladder.contract import FLOATS, check_integer, check_no_overlap, merge_config
+
+from .attention import RUNG, _device_code, check_rows
 
 SORT_BLOCK = 128  # assignments that one program of the sort ranks among themselves
 
@@ -52,8 +54,7 @@ def group_tokens(expert_ids, num_experts):
         raise ValueError(
             f"{RUNG}: expert_ids is {tuple(expert_ids.shape)} {expert_ids.dtype}; want (T,) or (T, top_k), int32 or int64"
         )
-    if isinstance(num_experts, bool) or not isinstance(num_experts, int) or num_experts < 1:
-        raise ValueError(f"{RUNG}: num_experts is {num_experts!r}; want an integer of at least 1")
+    num_experts = check_integer(RUNG, "num_experts", num_experts, 1)
     kernels = _kernels(expert_ids)
     expert_ids = (expert_ids[:, None] if expert_ids.ndim == 1 else expert_ids).contiguous()
     total = expert_ids.numel()
@@ -89,8 +90,13 @@ def tile_map(offsets, block_rows, total_rows):
     Returns:
         (slots, 2) int32: expert and first row of each tile, expert by expert. There are as many slots as ``total_rows``
         rows can need, total_rows // block_rows + num_experts at the most; the ones left over are -1.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what is wanted; for values in ``offsets`` on a CPU only.
     """
-    num_experts = offsets.numel() - 1
+    block_rows = check_integer(RUNG, "block_rows", block_rows, 1)
+    total_rows = check_integer(RUNG, "total_rows", total_rows, 0)
+    num_experts = _check_offsets(offsets, total_rows)
     slots = min(total_rows, total_rows // block_rows + num_experts)
     tiles = torch.full((slots, 2), -1, dtype=torch.int32, device=offsets.device)
     if slots:
@@ -103,6 +109,8 @@ def tile_map(offsets, block_rows, total_rows):
 
 def capacity_offsets(num_experts, capacity, device="cpu"):
     """The offsets of the padded layout: ``capacity`` rows for every expert, used or not."""
+    num_experts = check_integer(RUNG, "num_experts", num_experts, 1)
+    capacity = check_integer(RUNG, "capacity", capacity, 0)
     return torch.arange(num_experts + 1, dtype=torch.int32, device=device) * capacity
 
 
@@ -115,7 +123,7 @@ def grouped_matmul(x, weight, offsets, *, order=None, top_k=1, out=None, tiles=N
         offsets: (num_experts + 1,) int32: expert e owns rows offsets[e] .. offsets[e + 1] of the output.
             ``capacity_offsets`` gives the padded layout that this replaces.
         order: (rows,) int32: ``TokenGroups.order``; the rows are gathered while they are loaded. None: no gather.
-        top_k: assignments of a token in ``order``.
+        top_k: assignments of a token in ``order``, which has T * top_k entries.
         out: (rows, N) for the result. None allocates. Rows behind offsets[-1] are not written.
         tiles: ``tile_map(offsets, BLOCK_M, rows)`` made before, when several products share it. None makes it.
         config: launch parameters that replace those of ``matmul_config``, for tuning.
@@ -124,25 +132,40 @@ def grouped_matmul(x, weight, offsets, *, order=None, top_k=1, out=None, tiles=N
         (rows, N), rows = len(order), or len(x) without it.
 
     Raises:
-        ValueError: naming the argument, what came and what is wanted.
+        TypeError, ValueError: naming the argument, what came and what is wanted; for values in ``offsets`` and ``order``
+            on a CPU only.
     """
+    for name, tensor, wanted in (("x", x, "(T, K)"), ("weight", weight, "(num_experts, K, N)")):
+        _check_tensor(name, tensor, wanted)
+        if tensor.dtype not in FLOATS:
+            raise ValueError(f"{RUNG}: {name} has dtype {tensor.dtype}; want float16, bfloat16 or float32")
+    top_k = check_integer(RUNG, "top_k", top_k, 1)
     if x.ndim != 2 or weight.ndim != 3 or weight.shape[1] != x.shape[1]:
         raise ValueError(f"{RUNG}: weight has shape {tuple(weight.shape)}, x {tuple(x.shape)}; want (num_experts, K, N), (T, K)")
     if weight.dtype != x.dtype or weight.device != x.device:
         raise ValueError(f"{RUNG}: weight is {weight.dtype} on {weight.device}; want {x.dtype} on {x.device}, those of x")
     num_experts, inner, columns = weight.shape
-    if offsets.shape != (num_experts + 1,) or offsets.dtype != torch.int32 or not offsets.is_contiguous():
-        raise ValueError(f"{RUNG}: offsets is {tuple(offsets.shape)} {offsets.dtype}; want ({num_experts + 1},) int32")
-    if order is not None and (order.ndim != 1 or order.dtype != torch.int32 or not order.is_contiguous()):
-        raise ValueError(f"{RUNG}: order is {tuple(order.shape)} {order.dtype}; want (rows,) int32, contiguous")
+    if order is not None:
+        _check_order(order, x, top_k)
     rows = x.shape[0] if order is None else order.numel()
+    _check_offsets(offsets, rows, num_experts, x.device)
+    if order is not None and order.device.type == "cpu":
+        live = order[: int(offsets[-1])]
+        if live.numel() and not 0 <= int(live.min()) <= int(live.max()) < rows:
+            wrong = int(live.min()) if int(live.min()) < 0 else int(live.max())
+            raise ValueError(f"{RUNG}: order holds {wrong} before row {live.numel()}, the end of offsets; want 0 .. {rows - 1}")
+    config = merge_config(RUNG, matmul_config(x.element_size()), config)
     kernels = _kernels(x)
-    config = {**matmul_config(x.element_size()), **(config or {})}
-    if out is None:
-        out = x.new_empty(rows, columns)
-    elif tuple(out.shape) != (rows, columns) or out.dtype != x.dtype or out.device != x.device:
-        raise ValueError(f"{RUNG}: out is {tuple(out.shape)} {out.dtype} on {out.device}; want {(rows, columns)} {x.dtype} on {x.device}")
-    tiles = tile_map(offsets, config["BLOCK_M"], rows) if tiles is None else tiles
+    out = _check_out(out, x, (rows, columns))
+    if tiles is None:
+        tiles = tile_map(offsets, config["BLOCK_M"], rows)
+    else:
+        _check_tensor("tiles", tiles, "(slots, 2)")
+        fits = tiles.ndim == 2 and tiles.shape[1] == 2 and tiles.dtype == torch.int32 and tiles.is_contiguous()
+        if not fits or tiles.device != x.device:
+            raise ValueError(
+                f"{RUNG}: tiles is {tuple(tiles.shape)} {tiles.dtype} on {tiles.device}; want (slots, 2) int32 on {x.device}, as tile_map makes it"
+            )
     column_tiles = -(-columns // config["BLOCK_N"])
     if tiles.shape[0] and column_tiles:
         with torch.cuda.device_of(x):
@@ -161,10 +184,26 @@ def matmul_config(itemsize):
 
 
 def permute_rows(x, groups, out=None):
-    """x (T, width) copied into expert order, (T * top_k, width): the pass that ``out_index`` makes unnecessary."""
+    """x (T, width) copied into expert order, (T * top_k, width): the pass that ``out_index`` makes unnecessary.
+
+    Args:
+        x: (T, width), rows contiguous. groups: ``TokenGroups`` of those T tokens.
+        out: (T * top_k, width) for the result, rows contiguous. None allocates.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what is wanted.
+    """
+    _check_tensor("x", x, "(T, width)")
+    if not isinstance(groups, TokenGroups):
+        raise TypeError(f"{RUNG}: groups is a {type(groups).__name__}; want TokenGroups, as group_tokens returns them")
     if x.ndim != 2 or x.shape[0] != groups.places.shape[0] or x.stride(1) != 1:
         raise ValueError(f"{RUNG}: x has shape {tuple(x.shape)}; want ({groups.places.shape[0]}, width), rows contiguous")
-    out = x.new_empty(groups.places.numel(), x.shape[1]) if out is None else out
+    if groups.places.device != x.device:
+        raise ValueError(f"{RUNG}: groups is on {groups.places.device}; want {x.device}, the device of x")
+    out = _check_out(out, x, (groups.places.numel(), x.shape[1]))
+    if out.shape[1] > 1 and out.stride(1) != 1:
+        raise ValueError(f"{RUNG}: out has strides {out.stride()}; want rows contiguous")
+    check_rows("groups.places", groups.places, out.shape[0])
     if x.numel():
         width = x.shape[1]
         block = min(2048, 1 << (width - 1).bit_length())
@@ -173,6 +212,54 @@ def permute_rows(x, groups, out=None):
                 x, out, groups.places, x.stride(0), out.stride(0), width, TOP_K=groups.top_k, BLOCK=block
             )
     return out
+
+
+def _check_tensor(name, x, layout):
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{RUNG}: {name} is a {type(x).__name__}; want a torch.Tensor {layout}")
+
+
+def _check_out(out, x, shape):
+    """A fresh tensor like ``x`` of ``shape``, or ``out`` after a check."""
+    if out is None:
+        return x.new_empty(shape)
+    _check_tensor("out", out, f"{shape} {x.dtype}, or None")
+    if tuple(out.shape) != shape or out.dtype != x.dtype or out.device != x.device:
+        raise ValueError(f"{RUNG}: out is {tuple(out.shape)} {out.dtype} on {out.device}; want {shape} {x.dtype} on {x.device}")
+    check_no_overlap(RUNG, "out", out)
+    return out
+
+
+def _check_offsets(offsets, rows, num_experts=None, device=None):
+    """Check where experts start, the values on a CPU only; returns the number of experts."""
+    wanted = "(num_experts + 1,)" if num_experts is None else f"({num_experts + 1},)"
+    _check_tensor("offsets", offsets, f"{wanted} int32")
+    fits = offsets.ndim == 1 and offsets.numel() >= 1 and (num_experts is None or offsets.numel() == num_experts + 1)
+    if not fits or offsets.dtype != torch.int32 or not offsets.is_contiguous():
+        raise ValueError(f"{RUNG}: offsets is {tuple(offsets.shape)} {offsets.dtype}; want {wanted} int32, contiguous")
+    if device is not None and offsets.device != device:
+        raise ValueError(f"{RUNG}: offsets is on {offsets.device}; want {device}, the device of x")
+    if offsets.device.type == "cpu":
+        bounds = offsets.tolist()
+        if bounds[0] != 0 or bounds[-1] > rows or any(a > b for a, b in zip(bounds, bounds[1:])):
+            shown = bounds if len(bounds) <= 8 else [*bounds[:4], "...", *bounds[-3:]]
+            raise ValueError(f"{RUNG}: offsets is {shown}; want 0, then never falling, up to {rows} rows at the most")
+    return offsets.numel() - 1
+
+
+def _check_order(order, x, top_k):
+    """Check shape, dtype and device of ``order``: what a host knows without its values."""
+    _check_tensor("order", order, "(rows,) int32")
+    if order.ndim != 1 or order.dtype != torch.int32 or not order.is_contiguous():
+        raise ValueError(f"{RUNG}: order is {tuple(order.shape)} {order.dtype}; want (rows,) int32, contiguous")
+    if order.device != x.device:
+        raise ValueError(f"{RUNG}: order is on {order.device}; want {x.device}, the device of x")
+    if order.numel() != x.shape[0] * top_k:
+        given, rest = divmod(order.numel(), x.shape[0]) if x.shape[0] else (0, 1)
+        hint = f"; was top_k={given} meant?" if given and not rest else ""
+        raise ValueError(
+            f"{RUNG}: order has {order.numel()} rows; want {x.shape[0] * top_k}, the {x.shape[0]} tokens of x times top_k={top_k}{hint}"
+        )
 
 
 def _kernels(x):
