@@ -200,12 +200,12 @@ def table(problem, steps, limits):
             continue
         time = _ms(row["ms"]["median"])
         moved = _size(row["bytes_moved"]) if "bytes_moved" in row else ""
+        share = bound_ms / row["ms"]["median"]  # far above 1 the machine was busy while its limits were measured
+        of_limit = f"{share:.1%}" if share < 1.1 else "-"
         if step.interpreted:
             cells = (f"({time})", "-", moved, "-", "-")
         else:
-            share = bound_ms / row["ms"]["median"]  # far above 1 the machine was busy while its limits were measured
-        of_limit = f"{share:.1%}" if share < 1.1 else "-"
-        cells = (time, f"{row['tflops']:.3g}", moved, _size(row["peak_bytes"]), of_limit)
+            cells = (time, f"{row['tflops']:.3g}", moved, _size(row["peak_bytes"]), of_limit)
         out.add_row(step.impl, parity, error, *cells, style=style)
     notes = [f"{s.impl}: {s.row['reason']}" for s in steps if not s.skipped and s.row.get("reason")]
     for reason in dict.fromkeys(s.skipped for s in steps if s.skipped):

@@ -45,6 +45,9 @@ def test_table_says_that_interpreted_times_mean_nothing_and_names_the_rung_a_fea
     assert cli.main(["--shape", "qwen3-moe", "--seqlen", "16", "--mask", "causal", "--device", "cpu", "--no-peers"]) == 0
     out = capsys.readouterr().out
     assert "interpreter" in out and "mean nothing" in out
+    (fused,) = (line for line in out.splitlines() if "step05_fused" in line)
+    time, rate, _, memory, share = (cell.strip() for cell in fused.strip("│").split("│")[3:])
+    assert time.startswith("(") and time.endswith(")") and {rate, memory, share} == {"-"}
     assert "step01_naive, step02_tiled, step03_online_softmax: grouped heads arrive with step04_gqa" in out
 
 
