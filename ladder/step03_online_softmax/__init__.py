@@ -7,10 +7,10 @@ Why: K is read once and Q K^T is computed once. It is also what makes a fused ke
 finish a row while it streams the keys. The same rescale merges any two partial results, which later rungs use to split
 a long sequence over many processors.
 
-Predict: FLOPs back to 1.0 x, one of three products and a quarter of the tile traffic of step 02 gone, two small
-multiplications by the rescale factor added: about 1.3 x faster than step 02, same memory.
+Predict: one of three products gone, so FLOPs are back to 1.0 x. The bytes hardly fall (201 GB after 211 at 16k tokens):
+what the first pass cost, rescaling the accumulator costs again. About 1.2 x faster than step 02, same memory.
 
-Still slow because: each tile still leaves the chip between PyTorch's kernels; about ten launches a tile.
+Still slow because: each tile still leaves the chip between PyTorch's kernels; about seventeen launches a tile.
 """
 
 from .attention import attention, bytes_moved

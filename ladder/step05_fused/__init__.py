@@ -7,7 +7,7 @@ the output once. The tensor cores multiply 16-bit operands and accumulate in flo
 Why: the bytes. Scores, exponentials and accumulators, tens of gigabytes of traffic at 16k tokens, no longer exist
 outside the processor that uses them; what is left is Q and the output once, and K and V once for each query tile.
 
-Predict: at 16k tokens, 16 heads of 128 in bf16, 17 GB move instead of the 170 GB of step 03, mostly from L2, so the
+Predict: at 16k tokens, 16 heads of 128 in bf16, 17 GB move instead of the 201 GB of step 03, mostly from L2, so the
 kernel is bound by arithmetic: 2.2 TFLOP, 2.8 ms at the full rate of an H200, perhaps half of that rate for a first
 kernel. One launch where step 03 makes thousands.
 
