@@ -24,7 +24,6 @@ RUNG = "step08_dflash2"
 MAX_HEAD_DIM = 256
 MIN_SPLIT_KEYS = 256  # fewer are read faster than their partial result is merged
 FIXED, FOUND, GIVEN = 0, 1, 2  # as in decode_kernel
-MERGE_REGISTERS = 64  # float32 values of partial outputs that a thread of the merge has under way
 SEQUENCES_AT_A_TIME = 1024  # of the batch that a program's search looks at
 
 
@@ -174,19 +173,24 @@ def get_decode_schedule(
     elif not isinstance(out, torch.Tensor) or out.shape != (plan.num_slots, 4) or out.dtype != torch.int32 \
             or out.device != device or not out.is_contiguous():  # fmt: skip
         raise _unlike("out", out, f"a contiguous int32 torch.Tensor ({plan.num_slots}, 4) on {device}")
-    block_n = plan.config["BLOCK_N"]
     if device.type == "cpu" and not interpret.is_enabled():
         _fill_schedule(out, seq_lens, q_len, max_seq_len, windows, plan)
     elif plan.num_slots:
-        from .decode_kernel import dflash2_schedule
-
-        with torch.cuda.device_of(seq_lens):
-            dflash2_schedule[(plan.num_slots,)](
-                out, seq_lens, None if windows is None else windows.table(device), batch, q_len, max_seq_len,
-                plan.target, plan.most, plan.min_tiles,
-                NUM_RANGES=0 if windows is None else len(windows), BLOCK_N=block_n, BLOCK_B=_block_b(batch), num_warps=2,
-            )  # fmt: skip
+        _launch_schedule(out, seq_lens, q_len, max_seq_len, windows, plan)
     return out
+
+
+def _launch_schedule(schedule, seq_lens, q_len, capacity, windows, plan):
+    """Launch ``dflash2_schedule``, which fills the num_slots entries of ``schedule``."""
+    from .decode_kernel import dflash2_schedule
+
+    batch = seq_lens.shape[0]
+    with torch.cuda.device_of(seq_lens):
+        dflash2_schedule[(plan.num_slots,)](
+            schedule, seq_lens, None if windows is None else windows.table(seq_lens.device), batch, q_len, capacity,
+            plan.target, plan.most, plan.min_tiles,
+            NUM_RANGES=0 if windows is None else len(windows), BLOCK_N=plan.config["BLOCK_N"], BLOCK_B=_block_b(batch), num_warps=2,
+        )  # fmt: skip
 
 
 def _decode(
@@ -266,25 +270,26 @@ def _launch_decode(
     from .decode_kernel import dflash2_decode as kernel
 
     (batch, q_len, num_heads, head_dim), (_, page_size, num_kv_heads, head_dim_v) = q.shape, v_cache.shape
-    group, device = num_heads // num_kv_heads, q.device
-    capacity, rows = block_table.shape[1] * page_size, q_len * group
+    group, device, capacity = num_heads // num_kv_heads, q.device, block_table.shape[1] * page_size
     plan = _plan(
         batch, q_len, group, num_kv_heads, head_dim, head_dim_v, page_size, capacity, q.element_size(),
         arch(device), processors(device), latent, num_kv_splits, _reach(windows, q_len), _frozen(config),
     )  # fmt: skip
     num_slots, kind = (plan.num_slots, plan.kind) if schedule is None else (schedule.shape[0], GIVEN)
     config, row_tiles = plan.config, plan.row_tiles
-    merge_rows = min(config["BLOCK_M"], 1 << (rows - 1).bit_length())
-    merge_dv = min(config["BLOCK_DV"], MERGE_REGISTERS * 32 * config["num_warps"] // merge_rows)
     split = num_slots > batch or kind == GIVEN  # a schedule may give one sequence two slots and another none
     partials = part_lse = counters = None
     if split:
         workspace = DecodeWorkspace(device) if workspace is None else workspace
         if workspace.partials.device != device:
             raise ValueError(f"{RUNG}: workspace is on {workspace.partials.device}; want a DecodeWorkspace on {device}")
-        part_rows = num_kv_heads * row_tiles * num_slots * merge_rows
-        workspace.reserve(part_rows * (head_dim_v + 1), batch * num_kv_heads * row_tiles)
+        part_rows = num_kv_heads * row_tiles * num_slots * plan.merge["MERGE_ROWS"]
+        apart = plan.apart and kind == FOUND
+        workspace.reserve(part_rows * (head_dim_v + 1) + 4 * num_slots * apart, batch * num_kv_heads * row_tiles)
         partials, part_lse, counters = workspace.partials, workspace.partials[part_rows * head_dim_v :], workspace.counters
+        if apart:
+            kind, schedule = GIVEN, part_lse[part_rows : part_rows + 4 * num_slots].view(torch.int32)
+            _launch_schedule(schedule, seq_lens, q_len, capacity, windows, plan)
     inner_scale, scale_log2 = 1.0, abs(scale) * LOG2_E
     if softcap > 0:
         inner_scale, scale_log2 = abs(scale) / softcap, softcap * LOG2_E
@@ -301,9 +306,8 @@ def _launch_decode(
             GROUP=group, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, PAGE_SIZE=page_size, V_IS_K=latent, SCHEDULE=kind,
             SPLIT=split, BLOCK_B=_block_b(batch), NUM_RANGES=0 if windows is None else len(windows),
             LIMIT_RIGHT=right is not None and q_len > 1,  # the last token sees every key: a length ends there
-            SOFTCAP=softcap > 0, HAS_SINKS=sinks is not None, MERGE_ROWS=merge_rows, MERGE_DV=merge_dv,
-            MERGE_SPLITS=max(1, MERGE_REGISTERS * 32 * config["num_warps"] // (merge_rows * merge_dv)),
-            **layout(k_cache, v_cache), SIGN=_sign(scale), HAS_LSE=lse is not None, **config,
+            SOFTCAP=softcap > 0, HAS_SINKS=sinks is not None, SIGN=_sign(scale), HAS_LSE=lse is not None,
+            **layout(k_cache, v_cache), **plan.merge, **config,
         )  # fmt: skip
 
 
@@ -317,7 +321,8 @@ def _launch_mla(q, latent_cache, block_table, seq_lens, out, lse, **options):
 
 class DecodePlan(NamedTuple):
     """How a call is launched. kind: FIXED or FOUND. num_slots: programs of a KV head's row tile. num_splits: of a sequence
-    when FIXED. target, most: splits of the batch, see ``dflash2_chunk``. min_tiles: least tiles of a split.
+    when FIXED. target, most: splits of the batch, see ``dflash2_chunk``. min_tiles: least tiles of a split. merge: tile of
+    the merge. apart: the schedule is found by a launch of its own.
     """
 
     config: dict
@@ -328,6 +333,8 @@ class DecodePlan(NamedTuple):
     target: int
     most: int
     min_tiles: int
+    merge: dict
+    apart: bool
 
 
 @functools.lru_cache(maxsize=4096)
@@ -343,18 +350,22 @@ def _plan(
     config = merge_config(RUNG, chosen, None if config is None else dict(config))
     per_processor, most_per_processor = config.pop("programs_per_sm"), config.pop("most_per_sm")
     min_tiles = max(1, config.pop("min_split_keys") // config["BLOCK_N"])
+    apart, in_flight = config.pop("schedule_apart"), 32 * config["num_warps"] * config.pop("merge_registers")
+    merge_rows = min(config["BLOCK_M"], 1 << (rows - 1).bit_length())
+    merge_dv = min(config["BLOCK_DV"], max(16, in_flight // merge_rows))
+    merge = dict(MERGE_ROWS=merge_rows, MERGE_DV=merge_dv, MERGE_SPLITS=max(1, in_flight // (merge_rows * merge_dv)))
     row_tiles = -(-rows // config["BLOCK_M"])
     tasks = num_kv_heads * row_tiles
     target = max(1, per_processor * num_processors // tasks)
     most = max(target, most_per_processor * num_processors // tasks)
     if num_kv_splits is not None:
-        return DecodePlan(config, row_tiles, FIXED, batch * num_kv_splits, num_kv_splits, target, most, min_tiles)
+        return DecodePlan(config, row_tiles, FIXED, batch * num_kv_splits, num_kv_splits, target, most, min_tiles, merge, False)
     most_tiles = -(-keys // config["BLOCK_N"]) + 2 * (reach < capacity)  # a window may begin and end within a tile
     of_one = max(1, (2 * most_tiles + min_tiles) // (2 * min_tiles))
     num_slots = min(target, of_one) if batch == 1 else min(most + batch, batch * of_one)
     if of_one == 1 or target == 1 and batch == 1:
-        return DecodePlan(config, row_tiles, FIXED, batch, 1, target, most, min_tiles)
-    return DecodePlan(config, row_tiles, FOUND, num_slots, 1, target, most, min_tiles)
+        return DecodePlan(config, row_tiles, FIXED, batch, 1, target, most, min_tiles, merge, False)
+    return DecodePlan(config, row_tiles, FOUND, num_slots, 1, target, most, min_tiles, merge, apart)
 
 
 def decode_config(head_dim, head_dim_v, rows, page_size, itemsize, arch, latent=False, few=False):
@@ -368,7 +379,9 @@ def decode_config(head_dim, head_dim_v, rows, page_size, itemsize, arch, latent=
 
     Returns:
         A dict of launch parameters, and: programs_per_sm, the programs per processor that the batch is cut into when its
-        lengths are about equal; most_per_sm, when they are not; min_split_keys, fewest keys of a split.
+        lengths are about equal; most_per_sm, when they are not; min_split_keys, fewest keys of a split; merge_registers,
+        float32 values of partial outputs that a thread of the merge has under way; schedule_apart, to find the schedule by
+        a launch of its own, for a kernel that has no register left for it.
     """
     block_d, tail_d = split_head(head_dim)
     block_dv = max(32, 1 << (head_dim_v - 1).bit_length())
@@ -381,8 +394,9 @@ def decode_config(head_dim, head_dim_v, rows, page_size, itemsize, arch, latent=
         block_m, block_n = 16, 32 if widest <= 64 else 16
         num_warps, num_stages = 4 if widest <= 128 else 8 if widest <= 256 else 16, 1
     elif widest > 256:
-        programs_per_sm, most_per_sm = 1, 4  # one tile of 64 keys is 72 KB: one program fills a processor's memory
-        block_n, num_warps, num_stages = (32, 4, 4 if block_m == 16 and arch == 90 else 3) if block_m <= 32 else (64, 8, 2)
+        block_n, num_warps, num_stages = (32, 4, 3) if block_m <= 32 else (64, 8, 2)
+        # Two programs of 16 rows and two tiles of 37 KB share a processor; one of 64 rows fills its memory and registers.
+        programs_per_sm, most_per_sm = (2, 8) if block_m <= 32 else (1, 4)
         if arch != 90:  # half the rows: the accumulator of 64 x 512 fits no other register file
             block_m, block_n, num_warps, num_stages = min(block_m, 32), 32, 8, 2
     elif block_m == 16 and widest <= 128:  # small programs, several to a processor
@@ -396,6 +410,7 @@ def decode_config(head_dim, head_dim_v, rows, page_size, itemsize, arch, latent=
         BLOCK_D=block_d, TAIL_D=tail_d, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_N=block_n,
         PRECISION="ieee" if itemsize == 4 else "tf32", num_warps=num_warps, num_stages=num_stages,
         programs_per_sm=programs_per_sm, most_per_sm=most_per_sm, min_split_keys=MIN_SPLIT_KEYS,
+        merge_registers=64 if widest <= 256 else 32, schedule_apart=widest > 256 and block_m == 64,
     )  # fmt: skip
 
 
