@@ -181,7 +181,7 @@ def fused_qkv_rope_append(
         x, weight_qkv, bias, q_norm_weight, k_norm_weight, cos, sin, positions, slot_mapping, k_cache, v_cache, out,
         num_heads, norm_eps, interleaved, fused,
     )  # fmt: skip
-    if torch.compiler.is_compiling():
+    if _as_operator():
         torch.ops.ladder.dflash2_qkv_rope_append(*arguments)
     else:
         _qkv_rope_append(*arguments, workspace)
@@ -243,7 +243,7 @@ def fused_mla_append(
     arguments = (
         x, weight, kv_norm_weight, cos, sin, positions, slot_mapping, latent_cache, q_pe, q_nope, out, norm_eps, interleaved, fused,
     )  # fmt: skip
-    if torch.compiler.is_compiling():
+    if _as_operator():
         torch.ops.ladder.dflash2_mla_append(*arguments)
     else:
         _mla_append(*arguments, workspace)
@@ -332,7 +332,7 @@ def fused_norm_router(
         x, residual, norm_weight, gate_weight, correction_bias, top_k, eps, scoring == "sigmoid", num_groups, topk_groups,
         top2, renormalize, scaling, fused,
     )  # fmt: skip
-    if torch.compiler.is_compiling():
+    if _as_operator():
         results = torch.ops.ladder.dflash2_norm_router(*arguments)
     else:
         results = _norm_router(*arguments, workspace)
@@ -357,7 +357,7 @@ def fused_add_norm(x, residual, norm_weight, *, eps=1e-6):
     _check_hidden(x)
     eps = _check_number("eps", eps)
     _check_no_grad(x, residual, norm_weight)
-    run = torch.ops.ladder.dflash2_add_norm if torch.compiler.is_compiling() else _add_norm
+    run = torch.ops.ladder.dflash2_add_norm if _as_operator() else _add_norm
     normed, residual_out = run(x, residual, norm_weight, eps)
     return normed, x if residual is None else residual_out
 
@@ -758,6 +758,14 @@ def _kernels(x):
 
 
 # Custom operators, so that torch.compile(fullgraph=True) sees one opaque call
+
+
+def _as_operator():
+    """Whether somebody traces: torch.compile, or a dispatch mode (fake tensors, make_fx, counters of operations).
+
+    Otherwise the launch is called directly: the operator's wrapping costs more than a small kernel takes.
+    """
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 @torch.library.custom_op("ladder::dflash2_qkv_rope_append", mutates_args=("k_cache", "v_cache", "out"))
