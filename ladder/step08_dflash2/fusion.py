@@ -8,13 +8,14 @@ counts: one kernel streams them once and finishes in the same launch. Above, it 
 """
 
 import math
-import os
 
 import torch
 
 from ladder.contract import FLOATS, check_flag, check_integer, check_no_overlap
 from ladder.step06_paged.attention import processors
 from ladder.step07_dflash1 import DecodeWorkspace
+
+from .attention import device_code
 
 RUNG = "step08_dflash2"
 FEW_TOKENS = 64  # rows up to which one launch does product and epilogue; one tile of rows, so the weight is read once
@@ -738,23 +739,8 @@ def _output(name, out, x, shape):
 
 
 def _kernels(x):
-    """The module of kernels, imported on first use; None on a CPU without the interpreter: PyTorch computes there."""
-    if x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0").lower() not in ("1", "true", "on", "yes", "y"):
-        return None
-    if x.device.type not in ("cuda", "cpu"):
-        raise ValueError(f"{RUNG}: x is on {x.device}; want a CUDA or CPU tensor")
-    try:
-        from triton.runtime.interpreter import InterpretedFunction
-    except ImportError as error:
-        raise ImportError(f"{RUNG}: needs Triton on a GPU and in its interpreter (pip install triton)") from error
-    from . import fusion_kernel
-
-    interpreted = isinstance(fusion_kernel.dflash2_norm_router, InterpretedFunction)
-    if x.device.type == "cpu" and not interpreted:
-        return None
-    if interpreted and x.dtype == torch.bfloat16:
-        raise ValueError(f"{RUNG}: x has dtype bfloat16, which Triton's interpreter multiplies wrongly; want float16 or float32")
-    return fusion_kernel
+    """The module of kernels, or None where PyTorch computes, as in ``attention.device_code``."""
+    return device_code(x, "fusion_kernel")
 
 
 # Custom operators, so that torch.compile(fullgraph=True) sees one opaque call
