@@ -183,7 +183,7 @@ def test_qkv(name, fused, path):
 @pytest.mark.parametrize("splits, tiles, finish, tokens", [(2, 1, 16, 18), (4, 2, 4, 18), (8, 1, 2, 3)])
 def test_qkv_partial_sums(splits, tiles, finish, tokens):
     """Splits of the inner dimension, some of them empty, several tiles to a head, rows finished in turn, two row tiles."""
-    parameters = dict(SPLITS=splits, TILES=tiles, BLOCK_N=32 // tiles, BLOCK_K=16, BLOCK_T=16, FINISH_T=finish, EVEN=False)
+    parameters = dict(splits=splits, TILES=tiles, BLOCK_N=32 // tiles, BLOCK_K=16, BLOCK_T=16, FINISH_T=finish, EVEN=False)
     with launched_with("projection_config", **parameters):
         check_qkv(*qkv_inputs(T=tokens, hidden=70, heads=1, kv_heads=1, dim=32, rot=32, norms=True), fused=True)
 
@@ -241,7 +241,7 @@ def test_qkv_no_tokens(path):
 @pytest.mark.parametrize("fused", [True, False])
 def test_qkv_repeats_its_bits_in_a_dirty_workspace(fused):
     workspace = DecodeWorkspace(DEVICE)
-    with launched_with("projection_config", SPLITS=4, BLOCK_K=16, EVEN=True):
+    with launched_with("projection_config", splits=4, BLOCK_K=16, EVEN=True):
         args, options = qkv_inputs(hidden=64, heads=1, kv_heads=1)
         first = fusion.fused_qkv_rope_append(*args, **options, workspace=workspace, fused=fused)
         workspace.partials.fill_(NAN)
@@ -286,7 +286,7 @@ def test_mla(name, fused, path):
 
 
 def test_mla_partial_sums():
-    parameters = dict(SPLITS=4, TILES=3, BLOCK_N=16, BLOCK_K=16, BLOCK_T=16, FINISH_T=4, EVEN=False)
+    parameters = dict(splits=4, TILES=3, BLOCK_N=16, BLOCK_K=16, BLOCK_T=16, FINISH_T=4, EVEN=False)
     with launched_with("projection_config", **parameters):
         check_mla(*mla_inputs(T=18, hidden=70), fused=True)
 
@@ -353,7 +353,7 @@ def test_router(name, fused, path):
 @pytest.mark.parametrize("fused", [True, False])
 def test_router_partial_sums(fused):
     """Splits of the hidden columns, tiles of experts, tokens finished in turn, and row tiles that add their counts."""
-    parameters = dict(SPLITS=4, TILES=2, BLOCK_E=16, BLOCK_K=16, FINISH_T=4, **({} if fused else {"BLOCK_T": 16}))
+    parameters = dict(splits=4, TILES=2, BLOCK_E=16, BLOCK_K=16, FINISH_T=4, **({} if fused else {"BLOCK_T": 16}))
     with launched_with("router_config", **parameters):
         check_router(*router_inputs(T=19, hidden=70, experts=30, num_groups=3, topk_groups=2), fused=fused)
 
@@ -433,7 +433,7 @@ def test_router_choice_feeds_group_tokens():
 def test_router_repeats_its_bits_in_a_dirty_workspace():
     workspace = DecodeWorkspace(DEVICE)
     args, options = router_inputs(hidden=70)
-    with launched_with("router_config", SPLITS=4, BLOCK_K=16):
+    with launched_with("router_config", splits=4, BLOCK_K=16):
         for fused in (True, False):
             first = fusion.fused_norm_router(*args, **options, workspace=workspace, fused=fused)
             workspace.partials.fill_(NAN)
@@ -731,9 +731,9 @@ def test_launch_parameters_cover_the_work(itemsize):
     for tokens, dim, inner, units in itertools.product((1, 8, 16, 17, 64, 500), (16, 20, 64, 80, 96, 128, 256, 576), (1, 100, 2048, 7168), (1, 48)):
         c = fusion.projection_config(tokens, units, dim, inner, itemsize, 132)
         assert c["TILES"] * c["BLOCK_N"] >= dim > (c["TILES"] - 1) * c["BLOCK_N"]
-        assert fusion._per_split(inner, c) * c["SPLITS"] >= inner and fusion._per_split(inner, c) % c["BLOCK_K"] == 0
+        assert fusion._per_split(inner, c["splits"], c) * c["splits"] >= inner and fusion._per_split(inner, c["splits"], c) % c["BLOCK_K"] == 0
         assert not c["EVEN"] or inner % c["BLOCK_K"] == 0
-        assert all(c[k] & (c[k] - 1) == 0 and c[k] > 0 for k in ("SPLITS", "BLOCK_T", "BLOCK_N", "BLOCK_K", "FINISH_T"))
+        assert all(c[k] & (c[k] - 1) == 0 and c[k] > 0 for k in ("splits", "BLOCK_T", "BLOCK_N", "BLOCK_K", "FINISH_T"))
         shared = itemsize * c["num_stages"] * c["BLOCK_K"] * (c["BLOCK_N"] + c["BLOCK_T"])
         assert shared <= 99 * 1024
     for tokens, experts, hidden, groups in itertools.product((1, 16, 64, 65, 4096), (1, 8, 64, 160, 256, 384, 1024), (7, 2048, 7168), (1, 8)):
@@ -743,13 +743,13 @@ def test_launch_parameters_cover_the_work(itemsize):
             c = fusion.router_config(tokens, experts, hidden, groups, itemsize, same, one and tokens <= 64, 132)
             assert c["TILES"] * c["BLOCK_E"] >= experts and c["BLOCK_G"] * c["BLOCK_P"] >= experts
             assert c["BLOCK_T"] >= tokens or not (one and tokens <= 64)
-            assert fusion._per_split(hidden, c) * c["SPLITS"] >= hidden
+            assert fusion._per_split(hidden, c["splits"], c) * c["splits"] >= hidden
 
 
 def test_a_decode_projection_fills_the_chip():
     """The weight is what binds: enough programs to read it, none of them shorter than two tiles."""
     c = fusion.projection_config(8, 48, 128, 4096, 2, 132)
-    assert c["TILES"] * 48 * c["SPLITS"] >= 2 * 132 and 4096 // c["SPLITS"] >= 2 * c["BLOCK_K"] and c["BLOCK_T"] == 16
+    assert c["TILES"] * 48 * c["splits"] >= 2 * 132 and 4096 // c["splits"] >= 2 * c["BLOCK_K"] and c["BLOCK_T"] == 16
 
 
 def test_check_choice_sees_every_mistake():
