@@ -29,15 +29,18 @@ def width_of(head_dim):
     return next((width, parts) for width, parts in WIDTHS if head_dim <= width)
 
 
-def supports_prefill(q, k, v, *, paged=False, scale=1.0):
-    """None when the Hopper kernel takes these tensors, else the reason in words why it does not."""
+def supports_prefill(q, k, v, *, paged=False, scale=None, causal=False, right=None, windows=None, softcap=0.0, sinks=None):
+    """None when the Hopper kernel takes this call, else the reason in words why it does not.
+
+    Masks, softcap and sinks are all taken; what the copy engine cannot address is not.
+    """
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype {str(q.dtype).removeprefix('torch.')}: the tensor cores of this kernel take bfloat16 and float16"
     if max(q.shape[-1], v.shape[-1]) > 256:
         return f"head size {max(q.shape[-1], v.shape[-1])} is above 256"
     if v.shape[-1] > width_of(q.shape[-1])[0]:
         return f"the values are wider than the keys ({v.shape[-1]} against {q.shape[-1]})"
-    if abs(scale) < 1e-37:
+    if scale is not None and abs(scale) < 1e-37:
         return "a scale of zero"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.stride(-1) != 1 or x.data_ptr() % 16 or any(s % 8 or s <= 0 for s in x.stride()[:-1]):
@@ -59,10 +62,20 @@ def _layout(rank, columns):
 
 
 def _describe(x, rows, columns):
-    """A TMA descriptor of boxes of (rows, columns) of a (batch, heads, tokens, D) view."""
+    """A TMA descriptor of boxes of (rows, columns) of a (batch, heads, tokens, D) view that ``supports_prefill``."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns], _layout(4, columns))
+    descriptor = object.__new__(TensorDescriptor)  # its own checks repeat ours and cost more than the launch
+    descriptor.__dict__.update(
+        base=x, shape=list(x.shape), strides=list(x.stride()), block_shape=[1, 1, rows, columns], layout=_layout(4, columns), padding="zero"
+    )
+    return descriptor
+
+
+def _describe_parts(x, rows, columns, more):
+    """Descriptors of the first ``columns`` of a head and of the ``more`` behind them."""
+    first = _describe(x, rows, columns)
+    return first, _describe(x, rows, more) if more else first
 
 
 @functools.cache
@@ -151,13 +164,12 @@ def launch_prefill(
         target_lse = torch.empty(num_splits, rows, dtype=torch.float32, device=q.device)
         strides_o = (head_dim_v, seqlen_q * head_dim_v)
     key_rows = min(page_size, block_n) if page_size else block_n
-    side, side_v = d2 or d1, v2 or v1
     positive = abs(scale)
     with torch.cuda.device(q.device):
         counter = _counter(q.device) if chosen["DYNAMIC"] else None
         dflash2_prefill_hopper[(grid,)](
-            _describe(q4, 64, d1), _describe(q4, 64, side), _describe(k4, key_rows, d1), _describe(k4, key_rows, side),
-            _describe(v4, key_rows, v1), _describe(v4, key_rows, side_v), _describe(out4, 64, v1), _describe(out4, 64, side_v),
+            *_describe_parts(q4, 64, d1, d2), *_describe_parts(k4, key_rows, d1, d2),
+            *_describe_parts(v4, key_rows, v1, v2), *_describe_parts(out4, 64, v1, v2),
             target, target_lse, sinks, cu_seqlens_q, cu_seqlens_k, seq_lens, block_table, table, counter,
             *strides_o, seqlen_q, 0 if block_table is None else block_table.stride(0),
             seqlen_q, seqlen_k, num_heads, group, num_seqs, num_m, section, num_splits, work, right or 0,
