@@ -45,7 +45,7 @@ class Work:
     """What to run for one case: ``impls`` are functions of no arguments that return an output.
 
     ``oracle()`` makes the judge, whose ``check(out)`` returns a Parity; ``outs`` are the buffers that an implementation writes
-    into, poisoned before it is checked. ``graph``: time it replayed from a CUDA graph.
+    into, poisoned before it is checked. ``graph``: time it replayed from a CUDA graph. ``suffix``: what its rows add to the cell's name.
     """
 
     case: dict
@@ -55,6 +55,7 @@ class Work:
     flops: float | None = None
     num_bytes: float | None = None
     graph: bool = False
+    suffix: str = ""
     extra: dict = field(default_factory=dict)
 
 
@@ -186,6 +187,8 @@ def decode_work(problem, device, peers=True):
     from . import step07_dflash1
     from .step08_dflash2 import dflash2_decode, dflash2_mla_decode
 
+    if not peers:  # short sequences under the same block table: the host never sees lengths, so the same kernels
+        problem = problem.replace(context=2 * problem.page_size, lengths=None, max_context=problem.capacity)
     inputs = problem.make(device, poison=peers)
     q, k_cache, v_cache, table, lens = inputs
     names = [OURS, V1, "step08_contiguous"]
@@ -236,11 +239,10 @@ def window_cases(dry=False):
 
 def window_work(S, ranges, names, dry, device, peers=True):
     from .step08_dflash2 import RangeWindows, dflash2_attention
-    from .step08_dflash2.windows import Range
 
     heads = 2 if dry else 16
     problem = AttentionProblem(Hq=heads, Hkv=heads, Sq=S, Sk=S, causal=True, dtype=_dtype(dry))
-    windows = RangeWindows([Range(*r) for r in ranges])
+    windows = RangeWindows(ranges)
     q, k, v = problem.make(device) if peers else _empty(problem, device)
     outs = {name: torch.empty_like(q) for name in (OURS, "dense")}
     impls = {OURS: lambda: dflash2_attention(q, k, v, causal=True, windows=windows, out=outs[OURS])}
@@ -264,7 +266,7 @@ def window_work(S, ranges, names, dry, device, peers=True):
     if "dense" in names:
         run = {OURS: lambda: dflash2_attention(q, k, v, causal=True, out=outs["dense"])}
         dense = {**problem.case(), "mode": "window", "windows": None}
-        work.append(Work(dense, run, lambda: Oracle(q, k, v, causal=True, sample_rows=64), {OURS: outs["dense"]}, flops=problem.flops))
+        work.append(Work(dense, run, lambda: Oracle(q, k, v, causal=True, sample_rows=64), {OURS: outs["dense"]}, flops=problem.flops, suffix=", dense"))
     return work
 
 
@@ -339,6 +341,7 @@ q, k, v = (torch.randn(1, 16, 1024, 128, device=device).to(dtype) for _ in range
 cache = torch.randn(64, 64, 8, 128, device=device).to(dtype)
 table = torch.arange(64, dtype=torch.int32, device=device)[None]
 lens = torch.tensor([4000], dtype=torch.int32, device=device)
+q_new = torch.randn(1, 32, 128, device=device).to(dtype)
 sync()
 start = time.perf_counter()
 from ladder.step08_dflash2 import dflash2_attention, dflash2_decode, warmup
@@ -350,7 +353,7 @@ warmed = time.perf_counter()
 dflash2_attention(q, k, v, causal=True)
 sync()
 first = time.perf_counter()
-dflash2_decode(torch.randn(1, 32, 128, device=device).to(dtype), cache, cache, table, lens)
+dflash2_decode(q_new, cache, cache, table, lens)
 sync()
 last = time.perf_counter()
 print(json.dumps(dict(seconds_import=imported - start, seconds_warmup=warmed - imported, seconds_prefill=first - warmed, seconds_decode=last - first)))
@@ -439,7 +442,7 @@ def run_cell(bench, cell):
         run_first_call(bench)
     else:
         for work in cell.build(bench.device, True):
-            bench.guard(cell.name, bench.work, work, cell.name)
+            bench.guard(cell.name, bench.work, work, cell.name + work.suffix)
     if bench.device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -447,12 +450,12 @@ def run_cell(bench, cell):
 # Ratios and targets
 
 
-def by_case(rows, mode):
-    """[{implementation: row}] of the timed rows of one mode, a dict a case."""
+def by_cell(rows, mode):
+    """[{implementation: row}] of the timed rows of one mode, a dict a cell."""
     found = {}
     for entry in rows:
         if entry["case"].get("mode") == mode and "ms" in entry:
-            found.setdefault(tuple(sorted((k, str(v)) for k, v in entry["case"].items())), {})[entry["impl"]] = entry
+            found.setdefault(entry["cell"], {})[entry["impl"]] = entry
     return list(found.values())
 
 
@@ -471,7 +474,7 @@ def geometric_mean(values):
 
 def ratio_summary(rows, peer="fa3"):
     """[(what, number of cases, geometric mean, smallest, where)]: speed over ``peer`` by head size, mask, layout and length."""
-    found = [(impls[OURS], ratio) for impls in by_case(rows, "prefill") if (ratio := faster(impls, peer)) is not None]
+    found = [(impls[OURS], ratio) for impls in by_cell(rows, "prefill") if (ratio := faster(impls, peer)) is not None]
     kinds = {
         "all prefill": lambda c: "all",
         "head size": lambda c: f"d{c['D']}" + (f"/{c['Dv']}" if c["D"] != c["Dv"] else ""),
@@ -486,7 +489,7 @@ def ratio_summary(rows, peer="fa3"):
             low, where = min(chosen)
             lines.append((f"{kind}: {value}" if value != "all" else kind, len(chosen), geometric_mean(r for r, _ in chosen), low, where))
     for mode in ("decode", "mla_decode", "chunked", "window"):
-        chosen = [(r, impls[OURS].get("cell", "")) for impls in by_case(rows, mode) if (r := faster(impls, peer)) is not None]
+        chosen = [(r, impls[OURS].get("cell", "")) for impls in by_cell(rows, mode) if (r := faster(impls, peer)) is not None]
         if chosen:
             lines.append((mode, len(chosen), geometric_mean(r for r, _ in chosen), *min(chosen)))
     return lines
@@ -500,7 +503,7 @@ def targets(rows, limits):
         if value is not None:
             lines.append({"what": what, "value": round(value, 4), "want": want, "ok": value <= want if most else value >= want, **({"most": True} if most else {})})
 
-    prefill = by_case(rows, "prefill")
+    prefill = by_cell(rows, "prefill")
     ratios = [r for impls in prefill if (r := faster(impls, "fa3")) is not None]
     line("prefill, geometric mean over fa3", geometric_mean(ratios), 1.05)
     for impls in prefill:
@@ -512,7 +515,7 @@ def targets(rows, limits):
             line(f"{ours['cell']}: share of the matrix-product limit", ours["tflops"] / limits.matmul_tflops, 0.85)
         if case["causal"] and case["Sq"] == 131072:
             line(f"{ours['cell']}: over step 07", faster(impls, V1), 1.40)
-    for impls in by_case(rows, "decode"):
+    for impls in by_cell(rows, "decode"):
         if OURS not in impls:
             continue
         ours, name = impls[OURS], impls[OURS]["cell"]
@@ -523,7 +526,7 @@ def targets(rows, limits):
             best = min(peers, key=peers.get)
             line(f"{name}: over the best peer, {best}", peers[best], 1.0)
         line(f"{name}: contiguous over paged time", faster(impls, "step08_contiguous"), 0.97)
-    for impls in by_case(rows, "mla_decode"):
+    for impls in by_cell(rows, "mla_decode"):
         if OURS not in impls:
             continue
         ours, case = impls[OURS], impls[OURS]["case"]
@@ -531,7 +534,7 @@ def targets(rows, limits):
             few = case["Hq"] < 64
             line(f"{ours['cell']}: {'TB/s' if few else 'TFLOP/s'}", ours["tbs"] if few else ours["tflops"], 4.2 if few else 600)
         line(f"{ours['cell']}: over fa3", faster(impls, "fa3"), 1.0)
-    windows = by_case(rows, "window")
+    windows = by_cell(rows, "window")
     dense = {impls[OURS]["case"]["Sq"]: impls[OURS] for impls in windows if OURS in impls and impls[OURS]["case"]["windows"] is None}
     for impls in windows:
         ours = impls.get(OURS)
@@ -542,7 +545,7 @@ def targets(rows, limits):
                 line(f"{ours['cell']}: over dense, against the pairs left", None if ratio is None else ratio * ours["visible_share"], 0.7)
             line(f"{ours['cell']}: over flex_attention", faster(impls, "flex"), 1.5)
             line(f"{ours['cell']}: over fa3", faster(impls, "fa3"), 1.0)
-    for impls in by_case(rows, "chunked"):
+    for impls in by_cell(rows, "chunked"):
         if OURS in impls:
             line(f"{impls[OURS]['cell']}: over fa3", faster(impls, "fa3"), 1.0)
     peaks = {e["impl"]: e["peak_bytes"] for e in rows if e["case"].get("mode") == "memory"}
