@@ -229,9 +229,9 @@ def window_cases(dry=False):
     sink, window, long, short = (1, 4, 128, 32) if dry else (128, 4096, 131072, 32768)
     both = [(0, None, sink, window)]
     return [
-        ("windows 128k sink 128 + 4096", long, both, ("dense",)),
+        ("windows 128k sink 128 + 4096", long, both, ("causal", "dense")),
         ("windows 128k all but the last 4k", long, [(0, -window, sink, window)], ()),
-        ("windows 32k sink 128 + 4096", short, both, ("dense", "flex")),
+        ("windows 32k sink 128 + 4096", short, both, ("causal", "flex")),
         ("windows 32k last 4096", short, [(0, None, 0, window)], ("fa3",)),
         ("windows 128k last 4096", long, [(0, None, 0, window)], ("fa3",)),
     ]
@@ -244,7 +244,7 @@ def window_work(S, ranges, names, dry, device, peers=True):
     problem = AttentionProblem(Hq=heads, Hkv=heads, Sq=S, Sk=S, causal=True, dtype=_dtype(dry))
     windows = RangeWindows(ranges)
     q, k, v = problem.make(device) if peers else _empty(problem, device)
-    outs = {name: torch.empty_like(q) for name in (OURS, "dense")}
+    outs = {name: torch.empty_like(q) for name in (OURS, "full")}
     impls = {OURS: lambda: dflash2_attention(q, k, v, causal=True, windows=windows, out=outs[OURS])}
     (_, _, sink, window), *_ = ranges
     if "flex" in names and device.type == "cuda" and peers:
@@ -263,10 +263,13 @@ def window_work(S, ranges, names, dry, device, peers=True):
     pairs = _visible_pairs(ranges, S)
     oracle = lambda: WindowOracle(q, k, v, ranges, sample_rows=64)  # noqa: E731
     work = [Work(case, impls, oracle, outs, flops=4 * heads * problem.D * pairs, extra={"visible_share": round(pairs / problem.visible_pairs, 5)})]
-    if "dense" in names:
-        run = {OURS: lambda: dflash2_attention(q, k, v, causal=True, out=outs["dense"])}
-        dense = {**problem.case(), "mode": "window", "windows": None}
-        work.append(Work(dense, run, lambda: Oracle(q, k, v, causal=True, sample_rows=64), {OURS: outs["dense"]}, flops=problem.flops, suffix=", dense"))
+    for name in ("causal", "dense"):
+        if name in names:  # everything that a causal mask, or none, leaves: what the windows save time against
+            base = problem.replace(causal=name == "causal")
+            run = {OURS: lambda base=base: dflash2_attention(q, k, v, causal=base.causal, out=outs["full"])}
+            judge = lambda base=base: Oracle(q, k, v, causal=base.causal, sample_rows=64)  # noqa: E731
+            full = {**base.case(), "mode": "window", "windows": None}
+            work.append(Work(full, run, judge, {OURS: outs["full"]}, flops=base.flops, suffix=f", {name}"))
     return work
 
 
@@ -535,14 +538,15 @@ def targets(rows, limits):
             line(f"{ours['cell']}: {'TB/s' if few else 'TFLOP/s'}", ours["tbs"] if few else ours["tflops"], 4.2 if few else 600)
         line(f"{ours['cell']}: over fa3", faster(impls, "fa3"), 1.0)
     windows = by_cell(rows, "window")
-    dense = {impls[OURS]["case"]["Sq"]: impls[OURS] for impls in windows if OURS in impls and impls[OURS]["case"]["windows"] is None}
+    full = {(impls[OURS]["case"]["Sq"], impls[OURS]["case"]["causal"]): impls[OURS] for impls in windows if OURS in impls and impls[OURS]["case"]["windows"] is None}
     for impls in windows:
         ours = impls.get(OURS)
         if ours and ours["case"]["windows"] is not None:
-            if ours["case"]["Sq"] in dense and ours["case"]["windows"][0][1] is None:
-                ratio = faster({"dense": dense[ours["case"]["Sq"]], OURS: ours}, "dense")
-                line(f"{ours['cell']}: over dense", ratio, 20 if ours["case"]["Sq"] == 131072 else 1.0)
-                line(f"{ours['cell']}: over dense, against the pairs left", None if ratio is None else ratio * ours["visible_share"], 0.7)
+            Sq = ours["case"]["Sq"]
+            over = {causal: faster({"full": full[Sq, causal], OURS: ours}, "full") for causal in (False, True) if (Sq, causal) in full}
+            if ours["case"]["windows"][0][1] is None:
+                line(f"{ours['cell']}: over dense", over.get(False), 20)
+                line(f"{ours['cell']}: over causal, as a share of what the pairs left promise", over[True] * ours["visible_share"] if over.get(True) else None, 0.8)
             line(f"{ours['cell']}: over flex_attention", faster(impls, "flex"), 1.5)
             line(f"{ours['cell']}: over fa3", faster(impls, "fa3"), 1.0)
     for impls in by_cell(rows, "chunked"):
