@@ -9,13 +9,19 @@ from ladder.step05_fused.attention import LOG2_E
 L2_BYTES = 32 << 20  # of the 50 MB: K and V of the heads that run side by side
 WIDTHS = ((64, (64, 0)), (96, (64, 32)), (128, (128, 0)), (192, (128, 64)), (256, (256, 0)))  # as tiles: powers of two
 MAX_SPLITS = 32
+SHORT = 2048  # queries
 
 
 @functools.cache
-def config_for(width, width_v):
-    """Tuned tiles for head sizes ``width`` and ``width_v`` (of WIDTHS): see TUNING.md."""
-    if max(width, width_v) <= 64:  # exponentials bind: three groups take turns
+def config_for(width, width_v, short=False):
+    """Tuned tiles for head sizes ``width`` and ``width_v`` (of WIDTHS): see TUNING.md.
+
+    short: no sequence is longer than SHORT, where tiles of 192 rows leave too much of the last one empty.
+    """
+    if max(width, width_v) <= 64 and not short:  # exponentials bind: three groups take turns
         return dict(N=128, STAGES=4, WG=3, O_IN_Q=False, CONSUMER_REGS=160, PRODUCER_REGS=32)
+    if max(width, width_v) <= 64:
+        return dict(N=128, STAGES=4, WG=2, O_IN_Q=False, CONSUMER_REGS=240, PRODUCER_REGS=24)
     if max(width, width_v) <= 128:
         stages = 2 if max(width, width_v) > 96 else 3
         return dict(N=128, STAGES=stages, WG=2, O_IN_Q=False, CONSUMER_REGS=240, PRODUCER_REGS=24)
@@ -142,7 +148,10 @@ def launch_prefill(
         q4, k4, v4, out4, num_seqs, seqlen_k = q, k, v, out, q.shape[0], k.shape[2]
     (_, num_heads, seqlen_q, head_dim), head_dim_v, num_kv_heads = q4.shape, v4.shape[3], k4.shape[1]
     (width, (d1, d2)), (width_v, (v1, v2)) = width_of(head_dim), width_of(head_dim_v)
-    chosen = {"DYNAMIC": True, "TURNS": True, "K_AHEAD": True, **config_for(width, width_v), **(config or {})}
+    longest = (max_seqlen_q or seqlen_q) if ragged else seqlen_q
+    # Turns pay where exponentials are many or every tile is whole; under the diagonal the groups drift apart by themselves.
+    turns = right is None or width < 128
+    chosen = {"DYNAMIC": True, "TURNS": turns, "K_AHEAD": True, **config_for(width, width_v, longest <= SHORT), **(config or {})}
     section, block_n, block_m = chosen.pop("section", None), chosen["N"], 64 * chosen["WG"]
     num_m = seqlen_q // block_m + num_seqs if ragged else -(-seqlen_q // block_m)
     tiles = num_m * num_heads * (1 if ragged else num_seqs)
@@ -153,6 +162,8 @@ def launch_prefill(
     group = num_heads // num_kv_heads
     if section is None:
         section = group * max(1, L2_BYTES // (2 * seqlen_k * (head_dim + head_dim_v)))
+        if right is not None:  # fewer leave the end of a section to a few long tiles
+            section = max(8, section)
     section = fit_section(num_heads * num_seqs, section)
     table = None if windows is None else windows.table(q.device)
     work = tiles * num_splits
