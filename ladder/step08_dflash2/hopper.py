@@ -204,3 +204,103 @@ def merge_splits(part_out, part_lse, out, lse, sinks):
         part_out, part_lse, out, lse, sinks, *out.stride(), rows, out.shape[1], out.shape[2], splits,
         HEAD_V=head_dim_v, BLOCK_V=1 << (head_dim_v - 1).bit_length(), BLOCK=block, HAS_SINKS=sinks is not None, HAS_LSE=lse is not None,
     )  # fmt: skip
+
+
+MLA_TILE = 64  # rows, and keys
+MLA_MIN_TILES = 4  # fewer keys are read faster than their partial result is merged
+
+
+def supports_mla(q, latent_cache, out, *, scale, windows=None, softcap=0.0, schedule=None):
+    """None when the Hopper MLA kernel takes this call of q (B, q_len, H, 576), else the reason in words why it does not."""
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype {str(q.dtype).removeprefix('torch.')}: the tensor cores of this kernel take bfloat16 and float16"
+    if q.shape[3] != 576 or out.shape[3] != 512:
+        return f"head sizes {q.shape[3]}/{out.shape[3]}: it is built for 576/512"
+    if windows is not None or softcap > 0 or schedule is not None:
+        return "range windows, softcap and a schedule go with the portable kernel"
+    if abs(scale) < 1e-37:
+        return "a scale of zero"
+    page_size = latent_cache.shape[1]
+    if page_size < 16 or page_size & (page_size - 1):
+        return f"page_size {page_size} is no power of two of at least 16"
+    if q.shape[1] > 1 and q.stride(1) != q.shape[2] * q.stride(2):
+        return "the heads of two tokens do not follow one another"
+    if out.stride(3) != 1:
+        return f"out has strides {out.stride()}; its rows must lie together"
+    for name, x in (("q", q), ("latent_cache", latent_cache)):
+        if x.stride(-1) != 1 or x.data_ptr() % 16 or any(s % 8 or s <= 0 for s in x.stride()[:-1]):
+            return f"{name} has strides {x.stride()}; the copy engine wants rows of neighbours and strides of 16 bytes"
+        if 0 in x.shape:
+            return f"{name} is empty"
+    return None
+
+
+def _describe_rows(x, rows, columns):
+    """A TMA descriptor of boxes of (rows, columns) of a (batch, rows, D) view."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.__dict__.update(
+        base=x, shape=list(x.shape), strides=list(x.stride()), block_shape=[1, rows, columns], layout=_layout(3, 64), padding="zero"
+    )
+    return descriptor
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_mla(batch, rows, capacity, processors, num_kv_splits):
+    """(row tiles, found on the device, slots, splits of a sequence when not, target, most): see ``decode_kernel.dflash2_chunk``."""
+    row_tiles = -(-rows // MLA_TILE)
+    target = max(1, processors // row_tiles)
+    most = 2 * target
+    if num_kv_splits is not None:
+        return row_tiles, False, batch * num_kv_splits, num_kv_splits, target, most
+    of_one = max(1, -(-capacity // MLA_TILE) // MLA_MIN_TILES)
+    if of_one == 1 or batch >= 2 * target:
+        return row_tiles, of_one > 1, batch if of_one == 1 else batch + most, 1, target, most
+    return row_tiles, True, min(batch * of_one, most + batch), 1, target, most
+
+
+def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right, sinks, num_kv_splits, workspace):
+    """Run the kernel on checked arguments that ``supports_mla``; fills ``out`` and, unless None, ``lse``.
+
+    workspace: a ``DecodeWorkspace``, or None. right: as in ``launch_prefill``.
+    """
+    from triton.experimental.gluon import language as gl
+
+    from ladder.step07_dflash1.attention import DecodeWorkspace
+
+    from .hopper_mla_kernel import dflash2_mla_hopper
+    from .merge_kernel import dflash2_mla_merge
+
+    batch, q_len, num_heads, head_dim = q.shape
+    page_size, rows, device = latent_cache.shape[1], q_len * num_heads, q.device
+    capacity = block_table.shape[1] * page_size
+    row_tiles, found, slots, num_splits, target, most = plan_mla(batch, rows, capacity, _processors(device), num_kv_splits)
+    part_out = part_lse = None
+    split = slots > batch
+    if split:
+        workspace = DecodeWorkspace(device) if workspace is None else workspace
+        if workspace.partials.device != device:
+            raise ValueError(f"step08_dflash2: workspace is on {workspace.partials.device}; want a DecodeWorkspace on {device}")
+        part_rows = row_tiles * slots * MLA_TILE
+        workspace.reserve(part_rows * 513, 0)
+        part_out, part_lse = workspace.partials, workspace.partials[part_rows * 512 :]
+    flat = torch.as_strided(q, (batch, rows, head_dim), (q.stride(0), q.stride(2), 1)) if batch * rows else q
+    key_rows = min(page_size, MLA_TILE)
+    block_b = min(1024, max(128, 1 << (batch - 1).bit_length()))
+    strides, numbers = out.stride()[:3], (capacity, slots, num_splits, target, most, MLA_MIN_TILES)
+    with torch.cuda.device(device):
+        dflash2_mla_hopper[(row_tiles * slots,)](
+            _describe_rows(flat, MLA_TILE, 256), _describe_rows(flat, MLA_TILE, 64),
+            _describe_rows(latent_cache, key_rows, 256), _describe_rows(latent_cache, key_rows, 64),
+            block_table, seq_lens, out, part_out, part_lse, lse, sinks, *strides, block_table.stride(0),
+            batch, num_heads, q_len, *numbers, q_len if right is None else right, abs(scale) * LOG2_E,
+            PAGE=page_size, FOUND=found, BLOCK_B=block_b, NEGATIVE=scale < 0, HAS_SINKS=sinks is not None,
+            HAS_LSE=lse is not None, DT=gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16, num_warps=4,
+        )  # fmt: skip
+        if split:
+            dflash2_mla_merge[(batch * -(-rows // 4), 8)](
+                part_out, part_lse, out, lse, sinks, seq_lens, *strides, batch, num_heads, q_len, *numbers,
+                FOUND=found, BLOCK_B=block_b, TILE=MLA_TILE, PART_ROWS=MLA_TILE, HEAD_V=512, BLOCK_M=4, BLOCK_V=64, BLOCK_S=16,
+                HAS_SINKS=sinks is not None, HAS_LSE=lse is not None, num_warps=4,
+            )  # fmt: skip
