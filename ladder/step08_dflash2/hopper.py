@@ -276,7 +276,7 @@ def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right
     page_size, rows, device = latent_cache.shape[1], q_len * num_heads, q.device
     capacity = block_table.shape[1] * page_size
     row_tiles, found, slots, num_splits, target, most = plan_mla(batch, rows, capacity, _processors(device), num_kv_splits)
-    part_out = part_lse = None
+    part_out = part_lse = out  # not written where no sequence is split
     split = slots > batch
     if split:
         workspace = DecodeWorkspace(device) if workspace is None else workspace

@@ -40,34 +40,37 @@ def dflash2_mla_splits(tiles, chunk):
 @gluon.jit
 def dflash2_mla_slot(slot, seq_lens_ptr, batch, capacity, target, most, min_tiles, num_splits, FOUND: gl.constexpr, BLOCK_B: gl.constexpr):
     """(sequence, split, splits of it) of a slot, as ``decode_kernel.dflash2_find``; sequence ``batch`` is no work."""
-    if not FOUND:
+    if FOUND:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        total = 0
+        longest = 0
+        for first in range(0, batch, BLOCK_B):
+            b = first + gl.arange(0, BLOCK_B, LAYOUT)
+            tiles = dflash2_mla_tiles(gl.load(seq_lens_ptr + b, mask=b < batch, other=0), capacity)
+            total += gl.sum(tiles, 0)
+            longest = gl.maximum(longest, gl.max(tiles, 0))
+        mean = (total + batch - 1) // batch
+        wanted = gl.where(longest * 4 > mean * 5, most, target)
+        chunk = gl.maximum(min_tiles, (total + wanted - 1) // wanted)
+        seq = 0
+        before = 0
+        used = 0
+        for first in range(0, batch, BLOCK_B):
+            b = first + gl.arange(0, BLOCK_B, LAYOUT)
+            tiles = dflash2_mla_tiles(gl.load(seq_lens_ptr + b, mask=b < batch, other=0), capacity)
+            wants = gl.where(b < batch, dflash2_mla_splits(tiles, chunk), 0)
+            done = (b < batch) & (used + gl.associative_scan(wants, 0, dflash2_mla_add) <= slot)
+            seq += gl.sum(done.to(gl.int32), 0)
+            before += gl.sum(gl.where(done, wants, 0), 0)
+            used += gl.sum(wants, 0)
+        mine = gl.load(seq_lens_ptr + seq, mask=seq < batch, other=0)
+        split = slot - before
+        splits = dflash2_mla_splits(dflash2_mla_tiles(mine, capacity), chunk)
+    else:
         seq = slot // num_splits
-        tiles = dflash2_mla_tiles(gl.load(seq_lens_ptr + seq), capacity)
-        return seq, slot % num_splits, gl.maximum(1, gl.minimum(num_splits, tiles))
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    total = 0
-    longest = 0
-    for first in range(0, batch, BLOCK_B):
-        b = first + gl.arange(0, BLOCK_B, LAYOUT)
-        tiles = dflash2_mla_tiles(gl.load(seq_lens_ptr + b, mask=b < batch, other=0), capacity)
-        total += gl.sum(tiles, 0)
-        longest = gl.maximum(longest, gl.max(tiles, 0))
-    mean = (total + batch - 1) // batch
-    wanted = gl.where(longest * 4 > mean * 5, most, target)
-    chunk = gl.maximum(min_tiles, (total + wanted - 1) // wanted)
-    seq = 0
-    before = 0
-    used = 0
-    for first in range(0, batch, BLOCK_B):
-        b = first + gl.arange(0, BLOCK_B, LAYOUT)
-        tiles = dflash2_mla_tiles(gl.load(seq_lens_ptr + b, mask=b < batch, other=0), capacity)
-        splits = gl.where(b < batch, dflash2_mla_splits(tiles, chunk), 0)
-        done = (b < batch) & (used + gl.associative_scan(splits, 0, dflash2_mla_add) <= slot)
-        seq += gl.sum(done.to(gl.int32), 0)
-        before += gl.sum(gl.where(done, splits, 0), 0)
-        used += gl.sum(splits, 0)
-    mine = gl.load(seq_lens_ptr + seq, mask=seq < batch, other=0)
-    return seq, slot - before, dflash2_mla_splits(dflash2_mla_tiles(mine, capacity), chunk)
+        split = slot % num_splits
+        splits = gl.maximum(1, gl.minimum(num_splits, dflash2_mla_tiles(gl.load(seq_lens_ptr + seq), capacity)))
+    return seq, split, splits
 
 
 @gluon.jit
