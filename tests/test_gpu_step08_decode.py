@@ -172,8 +172,12 @@ def test_offsets_past_2_to_31():
     p = DecodeProblem(B=2, Hq=4, Hkv=2, lengths=(200, 130), max_context=256)
     q, k, v, table, lens = p.make(CUDA)
     stride = (1 << 31) // 4 + 64
-    far = [torch.empty((k.shape[0] - 1) * stride + k[0].numel(), dtype=k.dtype, device=CUDA).as_strided(k.shape, (stride, *k.stride()[1:])) for _ in "kv"]
-    far[0].copy_(k), far[1].copy_(v)
+
+    def apart(x):
+        buffer = torch.empty((x.shape[0] - 1) * stride + x[0].numel(), dtype=x.dtype, device=CUDA)
+        return buffer.as_strided(x.shape, (stride, *x.stride()[1:])).copy_(x)
+
+    far = apart(k), apart(v)
     inputs = PagedInputs(q, *far, table, lens)
     assert DecodeOracle(inputs).check(*dflash2_decode(*inputs, return_lse=True))
 
