@@ -279,18 +279,22 @@ class Case:
         caches, slots = (args[5:7], args[7]) if self.op == "qkv" else (args[5:6], args[6])
         return [result, *(cache.flatten(0, 1)[slots] for cache in caches)]
 
-    def bytes_moved(self, args, options):
-        """Bytes of a fused call: every input once, every output once, of tables and caches the rows in use."""
+    def bytes_moved(self, args, options, fused=None):
+        """Bytes of a fused call: every input once, every output once, of tables and caches the rows in use; with two launches
+        also what one leaves for the other. Partial sums stay in L2.
+        """
         element, T = args[0].element_size(), self.tokens
         if self.op == "router":
-            top_k, experts = options["top_k"], self.shape["E"]
-            return element * (4 * T * self.hidden + self.hidden) + _bytes(args[3]) + 8 * T * top_k + 4 * experts
+            two = not (fusion.few_rows_to_route(*args[:2]) if fused is None else fused)
+            rows = (4 + two) * T * self.hidden + self.hidden
+            return element * rows + _bytes(args[3]) + 8 * T * options["top_k"] + 4 * self.shape["E"]
+        two = not (T <= fusion.FEW_TOKENS if fused is None else fused)
         tables = 4 * T * self.shape["rot_dim"] + 16 * T
         if self.op == "qkv":
             columns = args[1].shape[0]
-            return element * (T * self.hidden + T * columns) + _bytes(args[1]) + tables
+            return element * (T * self.hidden + (1 + 2 * two) * T * columns) + _bytes(args[1]) + tables
         heads, width = self.shape["H"], args[5].shape[2]
-        return element * (T * self.hidden + T * width + 2 * T * heads * width) + _bytes(options["weight"]) + tables
+        return element * (T * self.hidden + (1 + 2 * two) * T * width + 2 * T * heads * width) + _bytes(options["weight"]) + tables
 
 
 def cases():
@@ -318,21 +322,21 @@ def run_case(bench, case):
     # The chain's bytes do not depend on what the tensors hold nor where they are.
     with Traffic() as traffic:
         case.chain(*args, **options)
-    ways = {"torch": lambda: case.chain(*args, **options)}
+    ways = {"torch": (lambda: case.chain(*args, **options), traffic.bytes)}
     for name, fused in (("step08_dflash2", None), ("one_launch", True), ("two_launches", False)):
         if not (fused and case.tokens > fusion.FEW_TOKENS):
-            ways[name] = lambda fused=fused: case.call(*args, **options, workspace=workspace, fused=fused)
+            call = lambda fused=fused: case.call(*args, **options, workspace=workspace, fused=fused)  # noqa: E731
+            ways[name] = call, case.bytes_moved(args, options, fused)
     checking = {k: v for k, v in options.items() if k not in ("top_k", "eps")}
-    for name, fn in ways.items():
+    for name, (fn, moved) in ways.items():
 
-        def one(name=name, fn=fn):
+        def one(name=name, fn=fn, moved=moved):
             poison(*(args[5:7] if case.op == "qkv" else args[5:6] if case.op == "mla" else ()))
             result = fn()
             parity = check_budget(case.outputs(result, args), reference, chained)
             if parity and case.op == "router":
-                parity = check_choice(result[0], args[3], *result[2:], **checking) if parity else parity
+                parity = check_choice(result[0], args[3], *result[2:], **checking)
             count = launches(fn, bench.device)
-            moved = traffic.bytes if name == "torch" else case.bytes_moved(args, options)
             bench.add(case.as_dict(), name, timing=bench.graph(fn), num_bytes=moved, parity=parity, launches=count, bytes=moved)
 
         bench.guard(f"{name} {case.label()}", one)

@@ -3,6 +3,10 @@
 import contextlib
 import itertools
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -169,6 +173,8 @@ QKV = {
     "neox": dict(dim=24, rot=8, heads=2),
     "odd sizes": dict(dim=20, rot=6, hidden=37, norms=True, interleaved=True),
     "odd pairs": dict(dim=24, rot=24, hidden=50, norms=True),
+    "one pair": dict(rot=2, interleaved=True, heads=1, kv_heads=1),
+    "one pair of halves": dict(rot=2, heads=1, kv_heads=1, norms=True),
     "one token": dict(T=1),
     "everything": dict(dim=24, rot=12, norms=True, bias=True, interleaved=True, dtype=torch.float16),
 }
@@ -559,6 +565,7 @@ def replaced(args, options, **changes):
     (dict(_4=lambda p: p.float()), "positions has dtype torch.float32; want int32 or int64"),
     (dict(_5=lambda c: c[:, :, :1]), r"k_cache has shape \(4, 4, 1, 16\); want \(num_pages, page_size, 2, 16\)"),
     (dict(_5=lambda c: c[:1].expand(4, -1, -1, -1)), "k_cache has shape .* elements on top of each other"),
+    (dict(_5=lambda c: c[:, :0], _6=lambda c: c[:, :0]), r"k_cache has shape \(4, 0, 2, 16\), pages of no tokens; want at least 1"),
     (dict(_6=lambda c: c[1:]), r"v_cache has shape \(3, 4, 2, 16\); want \(4, 4, 2, 16\), that of k_cache"),
     (dict(_7=lambda s: s.int().repeat(2)[::2]), "slot_mapping has strides"),
     (dict(num_heads=3), "num_heads is 3; want a multiple of num_kv_heads, 2"),
@@ -809,6 +816,51 @@ def test_every_case_of_the_benchmark_runs_small(on_torch):
         assert chains.check_budget(outputs[:1], reference[:1], [reference[0].float()]) or case.op != "router"
         torch.testing.assert_close(outputs[0].double(), reference[0], rtol=1e-4, atol=1e-5)
         assert case.bytes_moved(args, options) > sum(x.numel() * x.element_size() for x in outputs)
+
+
+def test_torch_compile_once_for_all_lengths(on_torch):
+    torch.compiler.reset()
+    compiled = torch.compile(fusion.fused_norm_router, fullgraph=True, dynamic=True, backend="aot_eager")
+    for T in (5, 7, 12):
+        args, options = router_inputs(T=T)
+        for a, b in zip(compiled(*args, **options), fusion.fused_norm_router(*args, **options)):
+            assert torch.equal(a, b)
+
+
+def test_an_empty_cache_takes_nothing(path):
+    """No pages, and no slot asked for: queries are computed all the same."""
+    args, options = qkv_inputs()
+    want = fusion.fused_qkv_rope_append(*args, **options)
+    args[5:7], args[7] = [cache[:0] for cache in args[5:7]], torch.full_like(args[7], -1)
+    assert torch.equal(fusion.fused_qkv_rope_append(*args, **options), want)
+
+
+def test_kernels_compile_for_hopper():
+    """One of each kernel without a GPU: nothing spills, products are on the tensor cores, loads are 16 bytes wide."""
+    pytest.importorskip("triton.backends.nvidia")
+    code = """
+from ladder.lab.compile import SHARED_MEMORY_LIMIT, compile_for
+from ladder.step08_dflash2.fusion_compile_cases import compile_cases
+
+for name, kernel, args, kwargs in compile_cases(SHARED_MEMORY_LIMIT["sm_90"], (9, 0)):
+    if any(name.startswith(start) for start in STARTS):
+        c = compile_for("sm_90", kernel, *args, **kwargs)
+        wide = c.count("LDG.E.128") + c.count("LDGSTS.E.BYPASS.128")
+        print(kernel.__name__, c.spills, c.shared <= SHARED_MEMORY_LIMIT["sm_90"], c.count("HMMA") + c.count("HGMMA") > 0, wide > 0)
+"""
+    starts = ("qkv_rope_append T8 4096 32/8", "rope_append T4096 4096 32/8", "mla_append T8 2048 heads 16 absorbed 512 bf",
+              "add_norm T4096 2048 top 6 of 64 bf", "norm_router T8 7168 top 8 of 256 groups 4 of 8 bfloat16 gate bf")  # fmt: skip
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    root = str(Path(__file__).resolve().parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
+    command = [sys.executable, "-c", code.replace("STARTS", repr(starts))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == len(starts)
+    for kernel, spills, fits, tensor_cores, wide in lines:
+        assert (spills, fits, wide) == ("0", "True", "True"), kernel
+        assert tensor_cores == str(kernel not in ("dflash2_rope_append", "dflash2_add_norm")), kernel
 
 
 def test_compile_cases_cover_every_kernel():

@@ -170,7 +170,7 @@ def fused_qkv_rope_append(
     _check_rotation(cos, sin, positions, tokens, head_dim, "D", device)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         _expect(name, cache, ("num_pages", "page_size", num_kv_heads, head_dim), own, device)
-        check_no_overlap(RUNG, name, cache)
+        _check_cache(name, cache)
     if v_cache.shape != k_cache.shape:
         raise ValueError(f"{RUNG}: v_cache has shape {tuple(v_cache.shape)}; want {tuple(k_cache.shape)}, that of k_cache")
     _expect("slot_mapping", slot_mapping, (tokens,), INTEGERS, device, contiguous=True)
@@ -223,7 +223,7 @@ def fused_mla_append(
     own, device, tokens = (x.dtype,), x.device, x.shape[0]
     _expect("kv_norm_weight", kv_norm_weight, ("rank",), FLOATS, device, contiguous=True)
     _expect("latent_cache", latent_cache, ("num_pages", "page_size", "rank + rot_dim"), own, device)
-    check_no_overlap(RUNG, "latent_cache", latent_cache)
+    _check_cache("latent_cache", latent_cache)
     rank, width = kv_norm_weight.shape[0], latent_cache.shape[2]
     rot_dim = width - rank
     if rank < 1 or rot_dim < 2 or rot_dim % 2:
@@ -468,8 +468,7 @@ def _norm_router(
         return (normed, residual_out, *choice)
     weights = x.new_empty(tokens, top_k, dtype=torch.float32)
     ids = x.new_empty(tokens, top_k, dtype=torch.int32)
-    row_bytes = hidden * x.element_size() * (1 if residual is None else 2)
-    one_launch = tokens <= min(FEW_TOKENS, REREAD_BYTES // row_bytes) if fused is None else fused
+    one_launch = few_rows_to_route(x, residual) if fused is None else fused
     if one_launch and tokens:
         counts = x.new_empty(num_experts, dtype=torch.int32)
         normed = x.new_empty(tokens, hidden)
@@ -495,6 +494,12 @@ def _norm_router(
             SIGMOID=sigmoid, TOP2=top2, RENORMALIZE=renormalize, **config,
         )  # fmt: skip
     return normed, residual_out, weights, ids, counts
+
+
+def few_rows_to_route(x, residual):
+    """Whether norm and router take one launch: every program reads all rows, which must cost less than a second launch."""
+    row_bytes = x.shape[1] * x.element_size() * (1 if residual is None else 2)
+    return x.shape[0] <= min(FEW_TOKENS, REREAD_BYTES // row_bytes)
 
 
 def _add_norm(x, residual, norm, eps, counts=None):
@@ -573,7 +578,8 @@ def router_config(tokens, num_experts, hidden, num_groups, itemsize, same_dtype,
         GROUPS=num_groups, BLOCK_G=block_g, PER_GROUP=per_group, BLOCK_P=block_p,
         # A 16-bit number is a TF32 one, or nearly: three TF32 products hold all of float32's that is left.
         PRECISION="ieee" if wide and same_dtype else "tf32x3" if wide else "tf32",
-        num_warps=8 if block_t * block_e > 4096 else 4, num_stages=2 if wide else 3,
+        # With 256 columns or more, eight warps rank a token each.
+        num_warps=8 if block_t * block_e > 4096 or block_g * block_p >= 256 else 4, num_stages=2 if wide else 3,
     )  # fmt: skip
 
 
@@ -673,6 +679,12 @@ def _expect(name, x, shape, dtypes, device=None, *, optional=False, contiguous=F
         raise ValueError(f"{RUNG}: {name} is on {x.device}; want {device}, the device of x")
     if contiguous and not x.is_contiguous():
         raise ValueError(f"{RUNG}: {name} has strides {x.stride()}; want a contiguous tensor")
+
+
+def _check_cache(name, cache):
+    if cache.shape[1] == 0:
+        raise ValueError(f"{RUNG}: {name} has shape {tuple(cache.shape)}, pages of no tokens; want at least 1")
+    check_no_overlap(RUNG, name, cache)
 
 
 def _check_rotation(cos, sin, positions, tokens, columns, what, device, *, whole=False):

@@ -17,7 +17,7 @@ ATTENTION = (
     (8, 1024, 4, 1, 256, 256, BF16, True, False, False), (8, 2048, 32, 8, 64, 64, FP32, False, False, False),
     (4096, 4096, 32, 8, 128, 128, BF16, False, False, False), (4096, 2048, 32, 4, 128, 128, BF16, True, False, False),
     (4096, 4096, 16, 2, 128, 64, FP16, False, True, True), (4096, 1024, 4, 1, 256, 256, BF16, True, False, False),
-    (4096, 2048, 32, 8, 64, 64, FP32, True, False, False),
+    (4096, 2048, 32, 8, 64, 64, FP32, True, False, False), (4096, 2048, 4, 4, 64, 2, BF16, False, False, True),
 )  # fmt: skip
 # tokens, hidden (0: the latent comes projected), heads, absorbed columns, dtype
 MLA = (
