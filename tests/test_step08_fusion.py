@@ -3,6 +3,10 @@
 import contextlib
 import itertools
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -110,7 +114,8 @@ def chain(function, args, options, dtype=None):
         slots = args[where[-1] + 1]
         spare = args[where[0]].shape[0] * args[where[0]].shape[1]
         for i in where:
-            args[i] = torch.cat([args[i], torch.full_like(args[i][:1], NAN).repeat(1 + len(slots) // args[i].shape[1], *[1] * (args[i].ndim - 1))])
+            more = args[i].new_full((1 + len(slots) // args[i].shape[1], *args[i].shape[1:]), NAN)
+            args[i] = torch.cat([args[i], more])
         number = torch.arange(len(slots), device=slots.device)
         args[where[-1] + 1] = torch.where(slots < 0, spare + number, slots).long()
     args[4:5] = [args[4].long()] if len(args) > 4 else []
@@ -152,7 +157,8 @@ def check_router(args, options, **more):
         result = fusion.fused_norm_router(*args, **options, **more)
     parity = chains.check_budget(result[:2], exact[:2], other[:2])
     assert parity, parity.reason
-    parity = chains.check_choice(result[0], args[3], *result[2:], **{k: v for k, v in options.items() if k not in ("top_k", "eps", "group_score")})
+    rules = {k: v for k, v in options.items() if k not in ("top_k", "eps", "group_score")}
+    parity = chains.check_choice(result[0], args[3], *result[2:], **rules)
     assert parity, parity.reason
     assert [x.dtype for x in result[2:]] == [torch.float32, torch.int32, torch.int32]
     return result
@@ -169,6 +175,8 @@ QKV = {
     "neox": dict(dim=24, rot=8, heads=2),
     "odd sizes": dict(dim=20, rot=6, hidden=37, norms=True, interleaved=True),
     "odd pairs": dict(dim=24, rot=24, hidden=50, norms=True),
+    "one pair": dict(rot=2, interleaved=True, heads=1, kv_heads=1),
+    "one pair of halves": dict(rot=2, heads=1, kv_heads=1, norms=True),
     "one token": dict(T=1),
     "everything": dict(dim=24, rot=12, norms=True, bias=True, interleaved=True, dtype=torch.float16),
 }
@@ -469,7 +477,8 @@ def test_rope_tables_linear():
 
 def test_rope_tables_yarn():
     """DeepSeek-V2's: fast pairs as trained, slow ones stretched by the factor, a ramp between; the factors cancel."""
-    scaling = dict(type="yarn", factor=40, original_max_position_embeddings=4096, beta_fast=32, beta_slow=1, mscale=0.707, mscale_all_dim=0.707)
+    scaling = dict(type="yarn", factor=40, original_max_position_embeddings=4096, beta_fast=32, beta_slow=1)
+    scaling |= dict(mscale=0.707, mscale_all_dim=0.707)
     plain, _ = fusion._frequencies(64, 10000.0, None)
     frequencies, factor = fusion._frequencies(64, 10000.0, scaling)
     ratio = frequencies / plain
@@ -553,12 +562,14 @@ def replaced(args, options, **changes):
     (dict(_1=lambda w: w.half()), "weight_qkv has dtype torch.float16; want float32"),
     (dict(_1=lambda w: w.to("meta")), "weight_qkv is on meta; want"),
     (dict(_2=lambda c: c[:, ::2]), "cos has strides .*; want a contiguous tensor"),
-    (dict(_2=lambda c: torch.cat([c, c], 1), _3=lambda c: torch.cat([c, c], 1)), "cos has 16 columns; want 1 to 8, pairs of the 16 columns of D"),
+    (dict(_2=lambda c: torch.cat([c, c], 1), _3=lambda c: torch.cat([c, c], 1)),
+     "cos has 16 columns; want 1 to 8, pairs of the 16 columns of D"),
     (dict(_3=lambda c: c[1:].contiguous()), r"sin has shape \(59, 8\); want \(60, 8\)"),
     (dict(_4=lambda p: p[:4]), r"positions has shape \(4,\); want \(5,\)"),
     (dict(_4=lambda p: p.float()), "positions has dtype torch.float32; want int32 or int64"),
     (dict(_5=lambda c: c[:, :, :1]), r"k_cache has shape \(4, 4, 1, 16\); want \(num_pages, page_size, 2, 16\)"),
     (dict(_5=lambda c: c[:1].expand(4, -1, -1, -1)), "k_cache has shape .* elements on top of each other"),
+    (dict(_5=lambda c: c[:, :0], _6=lambda c: c[:, :0]), r"k_cache has shape \(4, 0, 2, 16\), pages of no tokens; want at least 1"),
     (dict(_6=lambda c: c[1:]), r"v_cache has shape \(3, 4, 2, 16\); want \(4, 4, 2, 16\), that of k_cache"),
     (dict(_7=lambda s: s.int().repeat(2)[::2]), "slot_mapping has strides"),
     (dict(num_heads=3), "num_heads is 3; want a multiple of num_kv_heads, 2"),
@@ -587,7 +598,8 @@ def test_qkv_refuses(changes, words):
     (dict(_0=lambda x: x[:, :-1]), r"weight has shape \(48, 48\); want \(48, 47\)"),
     (dict(_0=lambda x: x[:, :-1], weight=None), r"x has shape \(5, 47\); want \(5, 48\)"),
     (dict(_1=lambda w: w[:31]), "latent_cache has 48 columns, kv_norm_weight 31; want an even number more, rot_dim"),
-    (dict(_2=lambda c: c[:, :4].contiguous(), _3=lambda c: c[:, :4].contiguous()), "cos has 4 columns; want 8, pairs of the 16 columns of rot_dim"),
+    (dict(_2=lambda c: c[:, :4].contiguous(), _3=lambda c: c[:, :4].contiguous()),
+     "cos has 4 columns; want 8, pairs of the 16 columns of rot_dim"),
     (dict(_5=lambda c: c[0]), r"latent_cache has shape \(4, 48\); want \(num_pages, page_size, rank \+ rot_dim\)"),
     (dict(_7=lambda q: q[..., :8]), r"q_pe has shape \(5, 3, 8\); want \(5, H, 16\)"),
     (dict(q_nope=torch.zeros(5, 2, 32)), r"q_nope has shape \(5, 2, 32\); want \(5, 3, n\)"),
@@ -728,15 +740,18 @@ def test_fake_tensors_go_through():
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_launch_parameters_cover_the_work(itemsize):
-    for tokens, dim, inner, units in itertools.product((1, 8, 16, 17, 64, 500), (16, 20, 64, 80, 96, 128, 256, 576), (1, 100, 2048, 7168), (1, 48)):
+    sizes = (1, 8, 16, 17, 64, 500), (16, 20, 64, 80, 96, 128, 256, 576), (1, 100, 2048, 7168), (1, 48)
+    for tokens, dim, inner, units in itertools.product(*sizes):
         c = fusion.projection_config(tokens, units, dim, inner, itemsize, 132)
         assert c["TILES"] * c["BLOCK_N"] >= dim > (c["TILES"] - 1) * c["BLOCK_N"]
-        assert fusion._per_split(inner, c["splits"], c) * c["splits"] >= inner and fusion._per_split(inner, c["splits"], c) % c["BLOCK_K"] == 0
+        per_split = fusion._per_split(inner, c["splits"], c)
+        assert per_split * c["splits"] >= inner and per_split % c["BLOCK_K"] == 0
         assert not c["EVEN"] or inner % c["BLOCK_K"] == 0
         assert all(c[k] & (c[k] - 1) == 0 and c[k] > 0 for k in ("splits", "BLOCK_T", "BLOCK_N", "BLOCK_K", "FINISH_T"))
         shared = itemsize * c["num_stages"] * c["BLOCK_K"] * (c["BLOCK_N"] + c["BLOCK_T"])
         assert shared <= 99 * 1024
-    for tokens, experts, hidden, groups in itertools.product((1, 16, 64, 65, 4096), (1, 8, 64, 160, 256, 384, 1024), (7, 2048, 7168), (1, 8)):
+    sizes = (1, 16, 64, 65, 4096), (1, 8, 64, 160, 256, 384, 1024), (7, 2048, 7168), (1, 8)
+    for tokens, experts, hidden, groups in itertools.product(*sizes):
         if experts % groups:
             continue
         for same, one in itertools.product((True, False), (True, False)):
@@ -802,13 +817,58 @@ def test_every_case_of_the_benchmark_runs_small(on_torch):
         case.tokens, case.hidden = 6, 64
         case.shape = {k: min(v, small[k]) if k in small else v for k, v in case.shape.items()}
         args, options = case.make(torch.device("cpu"), torch.float32)
-        reference = case.outputs(case.chain(*[x.double() if x.is_floating_point() else x for x in args],
-                                            **{k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}), args)  # fmt: skip
-        result = case.call(*args, **options)
-        outputs = case.outputs(result, args)
-        assert chains.check_budget(outputs[:1], reference[:1], [reference[0].float()]) or case.op != "router"
-        torch.testing.assert_close(outputs[0].double(), reference[0], rtol=1e-4, atol=1e-5)
+        exact_args = [x.double() if x.is_floating_point() else x for x in args]
+        exact_options = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        reference = case.outputs(case.chain(*exact_args, **exact_options), exact_args)
+        outputs = case.outputs(case.call(*args, **options), args)
+        for got, want in zip(outputs, reference, strict=True):
+            torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
         assert case.bytes_moved(args, options) > sum(x.numel() * x.element_size() for x in outputs)
+
+
+def test_torch_compile_once_for_all_lengths(on_torch):
+    torch.compiler.reset()
+    compiled = torch.compile(fusion.fused_norm_router, fullgraph=True, dynamic=True, backend="aot_eager")
+    for T in (5, 7, 12):
+        args, options = router_inputs(T=T)
+        for a, b in zip(compiled(*args, **options), fusion.fused_norm_router(*args, **options)):
+            assert torch.equal(a, b)
+
+
+def test_an_empty_cache_takes_nothing(path):
+    """No pages, and no slot asked for: queries are computed all the same."""
+    args, options = qkv_inputs()
+    want = fusion.fused_qkv_rope_append(*args, **options)
+    args[5:7], args[7] = [cache[:0] for cache in args[5:7]], torch.full_like(args[7], -1)
+    assert torch.equal(fusion.fused_qkv_rope_append(*args, **options), want)
+
+
+def test_kernels_compile_for_hopper():
+    """One of each kernel without a GPU: nothing spills, products are on the tensor cores, loads are 16 bytes wide."""
+    pytest.importorskip("triton.backends.nvidia")
+    code = """
+from ladder.lab.compile import SHARED_MEMORY_LIMIT, compile_for
+from ladder.step08_dflash2.fusion_compile_cases import compile_cases
+
+for name, kernel, args, kwargs in compile_cases(SHARED_MEMORY_LIMIT["sm_90"], (9, 0)):
+    if any(name.startswith(start) for start in STARTS):
+        c = compile_for("sm_90", kernel, *args, **kwargs)
+        wide = c.count("LDG.E.128") + c.count("LDGSTS.E.BYPASS.128")
+        print(kernel.__name__, c.spills, c.shared <= SHARED_MEMORY_LIMIT["sm_90"], c.count("HMMA") + c.count("HGMMA") > 0, wide > 0)
+"""
+    starts = ("qkv_rope_append T8 4096 32/8", "rope_append T4096 4096 32/8", "mla_append T8 2048 heads 16 absorbed 512 bf",
+              "add_norm T4096 2048 top 6 of 64 bf", "norm_router T8 7168 top 8 of 256 groups 4 of 8 bfloat16 gate bf")  # fmt: skip
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    root = str(Path(__file__).resolve().parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
+    command = [sys.executable, "-c", code.replace("STARTS", repr(starts))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == len(starts)
+    for kernel, spills, fits, tensor_cores, wide in lines:
+        assert (spills, fits, wide) == ("0", "True", "True"), kernel
+        assert tensor_cores == str(kernel not in ("dflash2_rope_append", "dflash2_add_norm")), kernel
 
 
 def test_compile_cases_cover_every_kernel():

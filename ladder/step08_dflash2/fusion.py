@@ -170,7 +170,7 @@ def fused_qkv_rope_append(
     _check_rotation(cos, sin, positions, tokens, head_dim, "D", device)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         _expect(name, cache, ("num_pages", "page_size", num_kv_heads, head_dim), own, device)
-        check_no_overlap(RUNG, name, cache)
+        _check_cache(name, cache)
     if v_cache.shape != k_cache.shape:
         raise ValueError(f"{RUNG}: v_cache has shape {tuple(v_cache.shape)}; want {tuple(k_cache.shape)}, that of k_cache")
     _expect("slot_mapping", slot_mapping, (tokens,), INTEGERS, device, contiguous=True)
@@ -223,7 +223,7 @@ def fused_mla_append(
     own, device, tokens = (x.dtype,), x.device, x.shape[0]
     _expect("kv_norm_weight", kv_norm_weight, ("rank",), FLOATS, device, contiguous=True)
     _expect("latent_cache", latent_cache, ("num_pages", "page_size", "rank + rot_dim"), own, device)
-    check_no_overlap(RUNG, "latent_cache", latent_cache)
+    _check_cache("latent_cache", latent_cache)
     rank, width = kv_norm_weight.shape[0], latent_cache.shape[2]
     rot_dim = width - rank
     if rank < 1 or rot_dim < 2 or rot_dim % 2:
@@ -468,8 +468,7 @@ def _norm_router(
         return (normed, residual_out, *choice)
     weights = x.new_empty(tokens, top_k, dtype=torch.float32)
     ids = x.new_empty(tokens, top_k, dtype=torch.int32)
-    row_bytes = hidden * x.element_size() * (1 if residual is None else 2)
-    one_launch = tokens <= min(FEW_TOKENS, REREAD_BYTES // row_bytes) if fused is None else fused
+    one_launch = few_rows_to_route(x, residual) if fused is None else fused
     if one_launch and tokens:
         counts = x.new_empty(num_experts, dtype=torch.int32)
         normed = x.new_empty(tokens, hidden)
@@ -495,6 +494,12 @@ def _norm_router(
             SIGMOID=sigmoid, TOP2=top2, RENORMALIZE=renormalize, **config,
         )  # fmt: skip
     return normed, residual_out, weights, ids, counts
+
+
+def few_rows_to_route(x, residual):
+    """Whether norm and router take one launch: every program reads all rows, which must cost less than a second launch."""
+    row_bytes = x.shape[1] * x.element_size() * (1 if residual is None else 2)
+    return x.shape[0] <= min(FEW_TOKENS, REREAD_BYTES // row_bytes)
 
 
 def _add_norm(x, residual, norm, eps, counts=None):
@@ -557,7 +562,8 @@ def router_config(tokens, num_experts, hidden, num_groups, itemsize, same_dtype,
     experts, as far as registers allow, so that neither rows nor gate are read more often than they must.
     """
     wide, every = itemsize == 4, max(16, _power(num_experts))
-    most_t, most_e = (32, 64) if wide and same_dtype else (64, 128) if wide else (64, 256)
+    ieee = wide and same_dtype
+    most_t, most_e = (32, 64) if ieee else (64, 128) if wide else (64, 256)
     block_t, block_e = (most_t, min(most_e, every)) if tokens > 512 else (16, min(64, every))
     if one_launch:
         block_t = max(16, _power(tokens))  # one tile of rows: who finishes it knows the counts
@@ -572,8 +578,10 @@ def router_config(tokens, num_experts, hidden, num_groups, itemsize, same_dtype,
         FINISH_T=max(1, min(block_t, 2048 // (block_g * block_p))),
         GROUPS=num_groups, BLOCK_G=block_g, PER_GROUP=per_group, BLOCK_P=block_p,
         # A 16-bit number is a TF32 one, or nearly: three TF32 products hold all of float32's that is left.
-        PRECISION="ieee" if wide and same_dtype else "tf32x3" if wide else "tf32",
-        num_warps=8 if block_t * block_e > 4096 else 4, num_stages=2 if wide else 3,
+        PRECISION="ieee" if ieee else "tf32x3" if wide else "tf32",
+        # Eight warps for a large tile, and with 256 columns or more, where each of them ranks a token.
+        num_warps=8 if block_t * block_e > (1024 if ieee else 4096) or block_g * block_p >= 256 else 4,
+        num_stages=2 if wide else 3,
     )  # fmt: skip
 
 
@@ -661,11 +669,10 @@ def _expect(name, x, shape, dtypes, device=None, *, optional=False, contiguous=F
     """Check one tensor; names in ``shape`` stand for any size."""
     if x is None and optional:
         return
-    layout = "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{RUNG}: {name} is a {type(x).__name__}; want a torch.Tensor {layout}{', or None' if optional else ''}")
+        raise TypeError(f"{RUNG}: {name} is a {type(x).__name__}; want a torch.Tensor {_layout(shape)}{', or None' if optional else ''}")
     if x.ndim != len(shape) or any(not isinstance(n, str) and n != m for n, m in zip(shape, x.shape)):
-        raise ValueError(f"{RUNG}: {name} has shape {tuple(x.shape)}; want {layout}")
+        raise ValueError(f"{RUNG}: {name} has shape {tuple(x.shape)}; want {_layout(shape)}")
     if x.dtype not in dtypes:
         wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise ValueError(f"{RUNG}: {name} has dtype {x.dtype}; want {wanted}")
@@ -673,6 +680,16 @@ def _expect(name, x, shape, dtypes, device=None, *, optional=False, contiguous=F
         raise ValueError(f"{RUNG}: {name} is on {x.device}; want {device}, the device of x")
     if contiguous and not x.is_contiguous():
         raise ValueError(f"{RUNG}: {name} has strides {x.stride()}; want a contiguous tensor")
+
+
+def _layout(shape):
+    return "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"
+
+
+def _check_cache(name, cache):
+    if cache.shape[1] == 0:
+        raise ValueError(f"{RUNG}: {name} has shape {tuple(cache.shape)}, pages of no tokens; want at least 1")
+    check_no_overlap(RUNG, name, cache)
 
 
 def _check_rotation(cos, sin, positions, tokens, columns, what, device, *, whole=False):
@@ -711,7 +728,7 @@ def _check_number(name, value, signed=False):
     wanted = "a finite number" if signed else "a finite number, 0 or more"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{RUNG}: {name} is {value!r}; want {wanted}")
-    if not math.isfinite(value) or (value < 0 and not signed):
+    if not -math.inf < value < math.inf or (value < 0 and not signed):  # comparisons, which torch.compile can follow
         raise ValueError(f"{RUNG}: {name} is {value}; want {wanted}")
     return float(value)
 

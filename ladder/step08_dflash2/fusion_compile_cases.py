@@ -17,7 +17,7 @@ ATTENTION = (
     (8, 1024, 4, 1, 256, 256, BF16, True, False, False), (8, 2048, 32, 8, 64, 64, FP32, False, False, False),
     (4096, 4096, 32, 8, 128, 128, BF16, False, False, False), (4096, 2048, 32, 4, 128, 128, BF16, True, False, False),
     (4096, 4096, 16, 2, 128, 64, FP16, False, True, True), (4096, 1024, 4, 1, 256, 256, BF16, True, False, False),
-    (4096, 2048, 32, 8, 64, 64, FP32, True, False, False),
+    (4096, 2048, 32, 8, 64, 64, FP32, True, False, False), (4096, 2048, 4, 4, 64, 2, BF16, False, False, True),
 )  # fmt: skip
 # tokens, hidden (0: the latent comes projected), heads, absorbed columns, dtype
 MLA = (
@@ -29,10 +29,12 @@ ROUTER = (
     (8, 2048, 64, 6, None, None, BF16, BF16, False), (8, 7168, 256, 8, 8, 4, BF16, BF16, True), (8, 7168, 256, 8, 8, 4, BF16, FP32, True),
     (64, 7168, 256, 8, 8, 4, BF16, BF16, True), (64, 7168, 256, 8, 8, 4, BF16, FP32, True), (64, 5120, 160, 6, 8, 3, BF16, FP32, False),
     (64, 2048, 128, 8, None, None, BF16, BF16, False), (64, 7168, 384, 8, None, None, BF16, FP32, True),
-    (8, 1000, 8, 2, None, None, FP16, FP16, False), (64, 2048, 64, 6, None, None, FP32, FP32, False), (16, 7168, 1024, 8, None, None, BF16, BF16, False),
+    (8, 1000, 8, 2, None, None, FP16, FP16, False), (64, 2048, 64, 6, None, None, FP32, FP32, False),
+    (16, 7168, 1024, 8, None, None, BF16, BF16, False),
     (64, 7168, 512, 10, None, None, BF16, BF16, False),
-    (4096, 2048, 64, 6, None, None, BF16, BF16, False), (4096, 7168, 256, 8, 8, 4, BF16, BF16, True), (4096, 7168, 256, 8, 8, 4, BF16, FP32, True),
-    (4096, 2048, 1024, 8, None, None, BF16, FP32, False), (4096, 2048, 64, 6, None, None, FP32, FP32, False), (4096, 16384, 16, 2, None, None, BF16, BF16, False),
+    (4096, 2048, 64, 6, None, None, BF16, BF16, False), (4096, 7168, 256, 8, 8, 4, BF16, BF16, True),
+    (4096, 7168, 256, 8, 8, 4, BF16, FP32, True), (4096, 2048, 1024, 8, None, None, BF16, FP32, False),
+    (4096, 2048, 64, 6, None, None, FP32, FP32, False), (4096, 16384, 16, 2, None, None, BF16, BF16, False),
 )  # fmt: skip
 
 
