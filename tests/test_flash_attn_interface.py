@@ -46,22 +46,29 @@ def test_varlen_of_no_sequences():
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("page_size", [None, 1, 3, 8])
+@pytest.mark.parametrize("page_size", [None, 3])
 def test_kvcache_masks(mask, page_size):
     check_kvcache(mask, CPU, torch.float32, page_size=page_size)
     check_kvcache(mask, CPU, torch.float32, page_size=page_size, seqlen_q=19, ragged=True, seqlen_new=4)
 
 
-@pytest.mark.parametrize("mask", ["dense", "causal", "both"])
+@pytest.mark.parametrize("page_size", [1, 8, 64])
+def test_kvcache_page_sizes(page_size):
+    check_kvcache("both", CPU, torch.float32, page_size=page_size, seqlen_new=4, leftpad=page_size == 8)
+
+
+@pytest.mark.parametrize("mask, new", [
+    ("causal", dict(seqlen_new=3)), ("both", dict(seqlen_new=2, seqlen_q=5, rotary=(16, True))),
+    ("dense", dict(seqlen_new=5, seqlen_q=18, rotary=(32, False))),
+], ids=["plain", "interleaved", "halves"])  # fmt: skip
 @pytest.mark.parametrize("page_size", [None, 4])
 @pytest.mark.parametrize("batch_idx", [False, True])
 @pytest.mark.parametrize("leftpad", [False, True])
 @pytest.mark.parametrize("ragged", [False, True])
-def test_kvcache_append(mask, page_size, batch_idx, leftpad, ragged):
-    common = dict(page_size=page_size, batch_idx=batch_idx, leftpad=leftpad, ragged=ragged)
-    check_kvcache(mask, CPU, torch.float32, seqlen_new=3, **common)
-    check_kvcache(mask, CPU, torch.float32, seqlen_new=2, seqlen_q=5, rotary=(16, True), **common)
-    check_kvcache(mask, CPU, torch.float32, seqlen_new=5, seqlen_q=18, rotary=(32, False), **common)
+def test_kvcache_append(mask, new, page_size, batch_idx, leftpad, ragged):
+    check_kvcache(
+        mask, CPU, torch.float32, page_size=page_size, batch_idx=batch_idx, leftpad=leftpad, ragged=ragged, lengths=(5, 0), **new
+    )
 
 
 @pytest.mark.parametrize("ragged", [False, True])

@@ -20,13 +20,8 @@ import torch
 
 from ladder.step06_paged import choose_num_splits
 from ladder.step06_paged.attention import processors
-from ladder.step08_dflash2 import (
-    RangeWindows,
-    dflash2_attention,
-    dflash2_decode,
-    dflash2_paged_prefill,
-    dflash2_varlen,
-)
+from ladder.step08_dflash2 import RangeWindows, dflash2_decode
+from ladder.step08_dflash2.attention import dense, paged_prefill, varlen
 
 __all__ = [
     "flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata",
@@ -65,7 +60,7 @@ def flash_attn_func(
     def run(q, k, v):
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = _by_columns(
-            lambda v, out: dflash2_attention(
+            lambda v, out: dense(
                 q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=causal, scale=softmax_scale, windows=windows,
                 softcap=softcap, sinks=sinks, return_lse=True, out=out.transpose(1, 2), right=right,
             )[1],
@@ -111,7 +106,7 @@ def flash_attn_varlen_func(
             k, v = k[keys], v[keys]
         out = (q.new_empty if rows is None else q.new_zeros)(*q.shape[:2], v.shape[2])
         lse = _by_columns(
-            lambda v, out: dflash2_varlen(
+            lambda v, out: varlen(
                 q, k, v, cu_q, cu_k, max_seqlen_q, max_seqlen_k, causal=causal, scale=softmax_scale, windows=windows,
                 softcap=softcap, sinks=sinks, return_lse=True, out=out, right=right,
             )[1],
@@ -213,7 +208,7 @@ def flash_attn_with_kvcache(
                 packed = q.reshape(-1, *q.shape[2:])
                 cu_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
             lse = _by_columns(
-                lambda v, out: dflash2_paged_prefill(
+                lambda v, out: paged_prefill(
                     packed, k_cache, v, table, lengths, cu_q, seqlen_q, out=out, right=right, **common
                 )[1],
                 v_cache, out.view(-1, *out.shape[-2:]),
