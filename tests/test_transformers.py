@@ -35,6 +35,7 @@ MODELS = {  # configuration, fields, whose attention is the reference
     "Gemma3Text": (dict(sliding_window=5, query_pre_attn_scalar=16, layer_types=["sliding_attention", "full_attention"]), "sdpa"),
     "GptOss": (dict(sliding_window=4, num_local_experts=4, num_experts_per_tok=2), "eager"),
 }  # fmt: skip
+OLD = int(transformers.__version__.split(".")[0]) < 5
 TOKENS = 18  # more than a decode call takes
 IDS = torch.randint(3, 64, (3, TOKENS), generator=torch.Generator().manual_seed(0))
 LENGTHS = torch.tensor([TOKENS, 4, 11])
@@ -120,6 +121,8 @@ def test_padded_batch(name, side, calls):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generate(name, padded, cache):
+    if OLD and name == "DeepseekV2" and cache == "static":
+        pytest.skip("this transformers' static cache wants equal head sizes")
     inputs = dict(input_ids=IDS, attention_mask=LEFT if padded else torch.ones_like(IDS))
     tokens = [
         model.generate(
@@ -200,7 +203,7 @@ def sdpa_visible(mask_function, q_length, kv_length, **arguments):
 @pytest.mark.parametrize("padding", [None, "left", "right", "all"])
 @pytest.mark.parametrize("q_length", [1, 3, TOKENS])
 def test_a_mask_says_what_the_full_mask_says(window, static, padding, q_length):
-    if not hasattr(transformers.masking_utils, "find_first_full_attention_index"):
+    if OLD:
         pytest.skip("the reference's arguments are those of transformers 5")
     function = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
     kv_length = TOKENS + 5 if static else TOKENS
@@ -221,6 +224,7 @@ def test_a_mask_says_what_the_full_mask_says(window, static, padding, q_length):
     assert made is None or made.untyped_storage().nbytes() <= 4 * 3 * (1 + kv_length + q_length)  # not Sq x Sk
 
 
+@pytest.mark.skipif(OLD, reason="this transformers' BERT has no attention interface")
 def test_bidirectional_encoder(calls):
     config = transformers.BertConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, max_position_embeddings=32
@@ -269,9 +273,11 @@ def layer(q, k, v, mask=None, **kwargs):
 
 @pytest.mark.parametrize("reason, arguments", [
     ("dropout is 0.5", dict(dropout=0.5)), ("position_bias is given", dict(position_bias=torch.zeros(1, 4, 5, 5))),
-    ("the mask is neither", dict(mask=torch.zeros(1, 1, 5, 5))), ("a window of 2 without", dict(is_causal=False, sliding_window=2)),
+    ("the mask is neither", dict(mask=torch.zeros(1, 1, 5, 5))),
+    ("a window of 2 without", dict(is_causal=False, sliding_window=2)),
     ("dflash1: a sliding window, which dflash2 has", dict(backend="dflash1", sliding_window=2)),
-    ("dflash1: a softcap", dict(backend="dflash1", softcap=3.0)), ("dflash1: attention sinks", dict(backend="dflash1", s_aux=torch.zeros(4))),
+    ("dflash1: a softcap", dict(backend="dflash1", softcap=3.0)),
+    ("dflash1: attention sinks", dict(backend="dflash1", s_aux=torch.zeros(4))),
 ])  # fmt: skip
 def test_reasons(reason, arguments):
     q = torch.randn(1, 4, 5, 8)
