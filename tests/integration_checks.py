@@ -193,8 +193,11 @@ def check_kvcache(
         asked |= dict(rotary_cos=cos, rotary_sin=sin, rotary_interleaved=rotary[1])
     if metadata:
         asked["scheduler_metadata"] = fa.get_scheduler_metadata(
-            batch, max(counts_q), capacity, *heads, dims[0], asked["cache_seqlens"], dtype, headdim_v=dims[1]
-        )
+            batch, max(counts_q), pages * size, *heads, dims[0], asked["cache_seqlens"], dtype, headdim_v=dims[1],
+            cu_seqlens_q=asked.get("cu_seqlens_q"), cu_seqlens_k_new=asked.get("cu_seqlens_k_new"),
+            cache_leftpad=asked.get("cache_leftpad"), page_size=page_size, max_seqlen_k_new=seqlen_new or 0,
+            causal=asked.get("causal", False), window_size=asked.get("window_size", (-1, -1)), num_splits=num_splits,
+        )  # fmt: skip
 
     out, lse = fa.flash_attn_with_kvcache(join(qs), k_cache, v_cache, **asked)
     outs = out.split(counts_q) if ragged else out

@@ -9,6 +9,7 @@ import torch
 from integration_checks import MASKS, check_dense, check_kvcache, check_varlen, make, oracle
 
 from ladder.integrations import flash_attn as fa
+from ladder.step08_dflash2.decode import get_decode_schedule
 
 CPU = torch.device("cpu")
 
@@ -75,7 +76,29 @@ def test_kvcache_append(mask, new, page_size, batch_idx, leftpad, ragged):
 def test_kvcache_one_token_with_splits(ragged):
     for num_splits in (0, 1, 3):
         check_kvcache("causal", CPU, torch.float32, seqlen_q=1, seqlen_new=1, num_splits=num_splits, ragged=ragged)
-    check_kvcache("sinks", CPU, torch.float32, seqlen_q=1, metadata=True, page_size=8)
+
+
+@pytest.mark.parametrize("mask", ["causal", "left", "both"])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_kvcache_with_metadata(mask, ragged):
+    for seqlen_q, num_splits in ((1, 0), (2, 0), (1, 2), (20, 0)):
+        check_kvcache(
+            mask, CPU, torch.float32, seqlen_q=seqlen_q, seqlen_new=1, metadata=True, ragged=ragged, page_size=8,
+            num_splits=num_splits, leftpad=seqlen_q == 2,
+        )  # fmt: skip
+
+
+def test_metadata_is_decodes_schedule():
+    lengths = torch.tensor([4000, 17], dtype=torch.int32)
+    found = fa.get_scheduler_metadata(2, 1, 4096, 8, 2, 64, lengths, torch.float16, max_seqlen_k_new=1, page_size=16)
+    wanted = get_decode_schedule(
+        lengths + 1, num_heads=8, num_kv_heads=2, head_dim=64, page_size=16, max_seq_len=4096, dtype=torch.float16
+    )
+    assert len(wanted) and torch.equal(found, wanted)
+    assert fa.get_scheduler_metadata(2, 1, 4096, 8, 2, 64, lengths, num_splits=2).shape == (0, 4)
+    assert fa.get_scheduler_metadata(2, 17, 4096, 8, 2, 64, lengths).shape == (0, 4)
+    with pytest.raises(NotImplementedError, match="attention_chunk"):
+        fa.get_scheduler_metadata(2, 1, 4096, 8, 2, 64, lengths, attention_chunk=8)
 
 
 def test_kvcache_lengths_as_int_and_none():

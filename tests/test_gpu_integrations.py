@@ -40,6 +40,7 @@ def test_kvcache(mask, page_size, seqlen_q, new, dtype):
     common = dict(page_size=page_size, capacity=512, heads=(6, 3), dims=(128, 128), lengths=(0, 339, 128))
     check_kvcache(mask, CUDA, dtype, seqlen_q=seqlen_q, **common)
     check_kvcache(mask, CUDA, dtype, seqlen_q=seqlen_q, seqlen_new=new, num_splits=3, **common)
+    check_kvcache(mask, CUDA, dtype, seqlen_q=seqlen_q, seqlen_new=new, metadata=True, **common)
 
 
 @pytest.mark.parametrize("mask", ["dense", "causal", "both"])

@@ -18,10 +18,9 @@ import functools
 
 import torch
 
-from ladder.step06_paged import choose_num_splits
-from ladder.step06_paged.attention import processors
 from ladder.step08_dflash2 import RangeWindows, dflash2_decode
 from ladder.step08_dflash2.attention import dense, paged_prefill, varlen
+from ladder.step08_dflash2.decode import get_decode_schedule
 
 __all__ = [
     "flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata",
@@ -146,7 +145,7 @@ def flash_attn_with_kvcache(
         cache_batch_idx: (B,) int32, which row of the cache (or of page_table) is each sequence's.
         cache_leftpad: (B,) int32, where each sequence starts in its cache row. Costs a block table with an entry per token.
         page_table: (B, pages) int32.
-        scheduler_metadata: what ``get_scheduler_metadata`` returned. num_splits: parts of the keys in decode (up to 16
+        scheduler_metadata: what ``get_scheduler_metadata`` returned for such calls. num_splits: parts of the keys in decode (up to 16
             new tokens); 0 lets step 08 choose. A fixed number makes a sequence's bits independent of its batch.
         The others as in ``flash_attn_func``.
 
@@ -193,8 +192,8 @@ def flash_attn_with_kvcache(
         out = q.new_empty(*q.shape[:-1], v_cache.shape[-1])
         one_each = ragged and max_seqlen_q == 1 and q.shape[0] == batch  # no sequence has two, so each has its one
         if right is None and (one_each or not ragged and seqlen_q <= MAX_DECODE_TOKENS):
-            if not num_splits and scheduler_metadata is not None and scheduler_metadata.device.type == "cpu":
-                num_splits = int(scheduler_metadata[0])
+            if scheduler_metadata is not None and not num_splits and len(scheduler_metadata):
+                common["schedule"] = scheduler_metadata
             lse = _by_columns(
                 lambda v, out: dflash2_decode(
                     q, k_cache, v, table, lengths, out=out, num_kv_splits=num_splits or None, **common
@@ -250,23 +249,33 @@ def get_scheduler_metadata(
     headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None, cache_leftpad=None, page_size=None, max_seqlen_k_new=0,
     causal=False, window_size=(-1, -1), attention_chunk=0, has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0,
 ):  # fmt: skip
-    """The number of key splits that ``flash_attn_with_kvcache`` should use, chosen once for many layers or steps.
+    """How decode cuts the batch into parts of about equal length, found once for the calls of all layers.
 
     Args:
-        batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv: of the calls to come; lengths are upper bounds.
-        num_splits: returned as it is unless 0. Prefill has nothing to schedule, so the rest is accepted and not used.
+        batch_size, max_seqlen_q, num_heads_q, num_heads_kv, headdim, headdim_v, qkv_dtype, page_size, causal, window_size,
+            num_splits: of the calls to come. max_seqlen_k: keys that the cache has room for in a row, or page_table in all.
+        cache_seqlens: (B,) int32, tokens in the cache; cu_seqlens_k_new (B + 1,), or max_seqlen_k_new, those to append;
+            cache_leftpad (B,), those to leave out.
+        The others are accepted as ``flash_attn_with_kvcache`` accepts them.
 
     Returns:
-        (1,) int32 on the CPU, so that reading it waits for no device. (FlashAttention's is an opaque tensor on the GPU; a
-        copy of this one there is accepted and means "choose".)
+        (slots, 4) int32 on the device, for ``scheduler_metadata``; of no slots when the calls will have nothing to schedule:
+        more than 16 new tokens, or a fixed num_splits. See ``ladder.step08_dflash2.decode.get_decode_schedule``.
     """
     if attention_chunk:
         raise NotImplementedError(f"get_scheduler_metadata: attention_chunk is {attention_chunk}; want 0")
-    if not num_splits:
-        rows = max_seqlen_q * (num_heads_q // num_heads_kv)
-        groups = batch_size * num_heads_kv * -(-rows // 64)
-        num_splits = choose_num_splits(groups, max_seqlen_k, 256, processors(cache_seqlens.device), filled=0.95)
-    return torch.tensor([num_splits], dtype=torch.int32)
+    causal, windows, right = _mask("get_scheduler_metadata", causal, window_size, max_seqlen_q, max_seqlen_k)
+    tokens = 1 if cu_seqlens_q is not None else max_seqlen_q  # of ragged queries decode takes one each
+    if num_splits or right is not None or max_seqlen_q > (1 if cu_seqlens_q is not None else MAX_DECODE_TOKENS):
+        return torch.empty(0, 4, dtype=torch.int32, device=cache_seqlens.device)
+    lengths = cache_seqlens + (max_seqlen_k_new if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())
+    if cache_leftpad is not None:
+        lengths, page_size = lengths - cache_leftpad, 1
+    return get_decode_schedule(
+        lengths.to(torch.int32).contiguous(), num_heads=num_heads_q, num_kv_heads=num_heads_kv, head_dim=headdim,
+        head_dim_v=min(MAX_HEAD_DIM, headdim_v or headdim), page_size=page_size or max_seqlen_k, max_seq_len=max_seqlen_k,
+        q_len=tokens, dtype=qkv_dtype, windows=windows,
+    )  # fmt: skip
 
 
 def _refuse(name, qv, q_descale, k_descale, v_descale, attention_chunk, q):
