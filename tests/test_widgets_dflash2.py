@@ -7,7 +7,16 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from ladder.lab import dflash2, exercises, plots, plots_dflash2, results, schedules, solutions_dflash2, widgets
+from ladder.lab import (
+    dflash2,
+    exercises,
+    plots,
+    plots_dflash2,
+    results,
+    schedules,
+    solutions_dflash2,
+    widgets,
+)
 from ladder.lab.problem import AttentionProblem
 from ladder.lab.widgets_dflash2 import OverlapExplorer, PrefillRoofline, ScheduleExplorer, WindowExplorer
 from ladder.step08_dflash2 import RangeWindows
