@@ -84,23 +84,26 @@ def test_what_nobody_writes_is_not_taken_for_an_answer(tmp_path, monkeypatch):
 
 
 def test_an_implementation_that_fails_later_is_no_result(tmp_path, monkeypatch):
-    """One that breaks while it is timed, and one that breaks after: the first has no row, the second a wrong one."""
-    right, calls = step08_dflash2.dflash2_attention, []
+    """One that breaks while it is timed has no row, one that breaks after has a wrong one."""
+    right, events, state = step08_dflash2.dflash2_attention, bench_v2.Measure.events, {}
 
-    def breaks_at(count):
-        def run(*args, **options):
-            calls.append(1)
-            if len(calls) >= count:
-                raise RuntimeError("no longer")
-            return right(*args, **options)
+    def breaks(*args, **options):
+        if state.get("broken"):
+            raise RuntimeError("no longer")
+        return right(*args, **options)
 
-        calls.clear()
-        return run
+    def timed(self, fn, args=()):
+        state["broken"] = state["when"] == "before"
+        timing = events(self, fn, args)
+        state["broken"] = True
+        return timing
 
-    monkeypatch.setattr(step08_dflash2, "dflash2_attention", breaks_at(2))
+    monkeypatch.setattr(step08_dflash2, "dflash2_attention", breaks)
+    monkeypatch.setattr(bench_v2.Measure, "events", timed)
+    state.update(when="before", broken=False)
     _, doc = rehearse(tmp_path / "a.json", "--cells", "d128 causal 1k MHA")
     assert not results.select(doc, OURS) and any("no longer" in f["error"] for f in doc["failures"])
-    monkeypatch.setattr(step08_dflash2, "dflash2_attention", breaks_at(4))
+    state.update(when="after", broken=False)
     _, doc = rehearse(tmp_path / "b.json", "--cells", "d128 causal 1k MHA")
     assert results.one(doc, OURS)["ok"] is False and "after it was timed" in results.one(doc, OURS)["reason"]
 
