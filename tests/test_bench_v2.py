@@ -79,7 +79,43 @@ def test_what_nobody_writes_is_not_taken_for_an_answer(tmp_path, monkeypatch):
 
     monkeypatch.setattr(step08_dflash2, "dflash2_attention", only_once)
     _, doc = rehearse(tmp_path / "r.json", "--cells", "d128 causal 1k MHA")
-    assert results.one(doc, OURS)["ok"] is False  # right before the timing, NaN after it
+    row = results.one(doc, OURS)  # right before the timing, NaN after it
+    assert row["ok"] is False and "not finite" in row["reason"]
+
+
+def test_an_implementation_that_fails_later_is_no_result(tmp_path, monkeypatch):
+    """One that breaks while it is timed has no row, one that breaks after has a wrong one."""
+    right, events, state = step08_dflash2.dflash2_attention, bench_v2.Measure.events, {}
+
+    def breaks(*args, **options):
+        if state.get("broken"):
+            raise RuntimeError("no longer")
+        return right(*args, **options)
+
+    def timed(self, fn, args=()):
+        state["broken"] = state["when"] == "before"
+        timing = events(self, fn, args)
+        state["broken"] = True
+        return timing
+
+    monkeypatch.setattr(step08_dflash2, "dflash2_attention", breaks)
+    monkeypatch.setattr(bench_v2.Measure, "events", timed)
+    state.update(when="before", broken=False)
+    _, doc = rehearse(tmp_path / "a.json", "--cells", "d128 causal 1k MHA")
+    assert not results.select(doc, OURS) and any("no longer" in f["error"] for f in doc["failures"])
+    state.update(when="after", broken=False)
+    _, doc = rehearse(tmp_path / "b.json", "--cells", "d128 causal 1k MHA")
+    assert results.one(doc, OURS)["ok"] is False and "after it was timed" in results.one(doc, OURS)["reason"]
+
+
+def test_what_a_graph_cannot_hold_is_timed_launch_by_launch(tmp_path, monkeypatch):
+    def refuses(self, fn, runs=25):
+        raise RuntimeError("cannot be captured")
+
+    monkeypatch.setattr(bench_v2.Measure, "graph", refuses)
+    _, doc = rehearse(tmp_path / "r.json", "--cells", "decode B1 4k")
+    row = results.one(doc, OURS)
+    assert row["timed"] == "events" and row["ok"] and any("captured" in f["error"] for f in doc["failures"])
 
 
 def test_a_cell_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):

@@ -432,3 +432,89 @@ def ratio(doc, mode, peer, cell):
 
     found = [impls for impls in rows_by_cell(doc, mode) if OURS in impls and impls[OURS]["cell"] == cell]
     return faster(found[0], peer) if found else None
+
+
+# ---------------------------------------------------------------- what the chapter computes itself
+
+
+def tiles_saved(length=131072, sink=128, window=4096, block=128):
+    """How many times fewer tiles a causal square has under a sink and a window, counted by the rung's own loop."""
+    from ladder.step08_dflash2 import RangeWindows
+
+    rows = -(-length // block)
+    return rows * (rows + 1) / 2 / RangeWindows.sink_window(sink, window).visited_tiles(length, length, True, block, block).count
+
+
+def decode_splits(lengths, *, num_heads=32, num_kv_heads=8, head_dim=128, page_size=64, max_seq_len=None):
+    """Splits that step 08's device schedule gives each sequence of a decode batch on a Hopper's 132 processors."""
+    from unittest import mock
+
+    from ladder.step08_dflash2 import decode
+
+    with mock.patch.object(decode, "processors", lambda device: schedules.PROCESSORS):
+        schedule = decode.get_decode_schedule(
+            torch.tensor(lengths, dtype=torch.int32), num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size,
+            max_seq_len=max_seq_len or -(-max(lengths) // page_size) * page_size,
+        )  # fmt: skip
+    splits = [1] * len(lengths)
+    for seq, _, count, _ in schedule.tolist():
+        if seq >= 0:
+            splits[seq] = count
+    return splits
+
+
+def split_picture(lengths=(32768, *[1024] * 15), kv_heads=8):
+    """A ragged decode batch without splits, with one number of splits for all, and as step 08 cuts it, as a Picture."""
+    ours = decode_splits(lengths, num_kv_heads=kv_heads)
+    even = max(1, round(2 * schedules.PROCESSORS / (len(lengths) * kv_heads)))
+    plans = {"one program a KV head": 1, f"{even} splits for each": even, "step 08: about equal parts": ours}
+    figure = plots_dflash2.split_schedules(
+        lengths, kv_heads, plans,
+        note=f"{len(lengths)} sequences, the longest of {max(lengths):,} keys (orange) among {min(lengths):,}; {kv_heads} KV heads. Each part pays one "
+        "tile's time for its start and end. Look at where the last processor stops, against the dashed line of a perfect share.",
+    )  # fmt: skip
+    return plots.Picture(figure, f"decode schedules of a ragged batch; step 08 cuts the sequences into {sorted(set(ours))} parts")
+
+
+def projection_bytes(tokens, num_heads, num_kv_heads, head_dim, hidden, itemsize=2):
+    """(fused, passes): bytes of the QKV projection that also rotates and appends, and of the passes that it makes needless.
+
+    Apart, RoPE reads and writes q and k once more, and the append reads and writes k and v.
+    """
+    queries, keys = num_heads * head_dim, num_kv_heads * head_dim
+    fused = tokens * hidden + hidden * (queries + 2 * keys) + tokens * (queries + 2 * keys)
+    passes = 2 * tokens * (queries + keys) + 2 * tokens * 2 * keys
+    return itemsize * fused, itemsize * passes
+
+
+def projection_table(hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, limits=None):
+    """What the passes after the projection cost beside it at this machine's limits, as a Markdown table of predictions."""
+    limits = limits or results.load(V1)["limits"]
+    lines = ["| new tokens | bytes fused | bytes of the passes saved | the product is bound by | the passes take | apart over fused |", "|--:|--:|--:|:--|--:|--:|"]
+    for tokens in (1, 64, 256, 1024, 8192, 32768):
+        fused, passes = projection_bytes(tokens, num_heads, num_kv_heads, head_dim, hidden)
+        arithmetic = 2 * tokens * hidden * (num_heads + 2 * num_kv_heads) * head_dim / limits["matmul_tflops"] / 1e6  # us
+        reading = fused / limits["read_tbs"] / 1e6
+        product, extra = max(arithmetic, reading), passes / limits["copy_tbs"] / 1e6
+        binds = "memory" if reading > arithmetic else "arithmetic"
+        lines.append(f"| {tokens:,} | {plots.size(fused)} | {plots.size(passes)} | {binds} | {100 * extra / product:.1f} % of it | {1 + extra / product:.2f} |")
+    lines.append(
+        f"\n*Hidden size {hidden:,}, {num_heads} query and {num_kv_heads} KV heads of {head_dim}, bf16; predicted from the limits {results.caption(results.load(V1))}; "
+        "launches are not counted.*"
+    )
+    return Markdown("\n".join(lines))
+
+
+def hopper_code():
+    """The functions of the Hopper kernel and the first line of what each says of itself, as a Markdown table; read, not imported."""
+    import ast
+
+    folder = Path(__file__).resolve().parents[1] / OURS
+    lines = ["| file | function | what it does |", "|:--|:--|:--|"]
+    for path in sorted(folder.glob("hopper*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and (said := ast.get_docstring(node)):
+                lines.append(f"| `{path.name}` | `{node.name}` | {said.splitlines()[0]} |")
+    if len(lines) == 2:
+        return Markdown("*The Hopper kernel is not part of this checkout: step 08 runs its portable kernel everywhere.*")
+    return Markdown("\n".join(lines))
