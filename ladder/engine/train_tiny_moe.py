@@ -247,7 +247,7 @@ def main(argv=None):
     parser.add_argument("--short", type=int, default=1024, help="sequence length of the first part of the run")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--warmup", type=int, default=100, help="steps")
-    parser.add_argument("--balance", type=float, default=2e-3, help="weight of the balance loss: small, so that real skew stays")
+    parser.add_argument("--balance", type=float, default=5e-3, help="weight of the balance loss: small, so that real skew stays")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log-every", type=int, default=20, help="steps between points of the loss curve")
     parser.add_argument("--evaluate-tokens", type=int, default=1 << 20, help="held-out tokens of an evaluation, at most")
