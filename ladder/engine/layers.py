@@ -36,18 +36,25 @@ def rotate(x, cos_sin):
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
-def choose_experts(logits, top_k, renormalize):
+def add_norm(x, residual, weight, eps):
+    """RMS norm of x + residual, and the sum; residual None is none yet."""
+    total = x if residual is None else x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def choose_experts(logits, top_k, renormalize, scale=1.0):
     """Softmax over all experts, then the ``top_k`` largest.
 
     Args:
-        logits: (T, num_experts) float32. renormalize: make the chosen weights of a token sum to 1.
+        logits: (T, num_experts) float32. renormalize: make the chosen weights of a token sum to 1. scale: on the weights.
 
     Returns:
         weights (T, top_k) float32, ids (T, top_k) int64, probs (T, num_experts).
     """
     probs = logits.softmax(dim=-1)
     weights, ids = probs.topk(top_k, dim=-1)
-    return weights / weights.sum(dim=-1, keepdim=True) if renormalize else weights, ids, probs
+    weights = weights / weights.sum(dim=-1, keepdim=True) if renormalize else weights
+    return weights * scale if scale != 1.0 else weights, ids, probs
 
 
 def sort_by_expert(ids, num_experts):
@@ -140,7 +147,7 @@ def run_experts(x, ids, weights, gate_up, down):
     """sum_k weights[:, k] * expert[ids[:, k]](x), tokens sorted by expert so that each weight is read once.
 
     Args:
-        x: (T, width). ids, weights: (T, top_k). gate_up: (num_experts, 2 * hidden, width). down: (num_experts, width, hidden).
+        x: (T, width). ids, weights: (T, top_k). gate_up: (experts, 2 * hidden, width). down: (experts, width, hidden).
 
     Returns:
         (T, width) in the dtype of x.
@@ -149,3 +156,12 @@ def run_experts(x, ids, weights, gate_up, down):
     rows = Dispatch.apply(x, order, places)
     rows = grouped_product(swiglu(grouped_product(rows, gate_up, ends)), down, ends)
     return (Collect.apply(rows, order, places) * weights[..., None].to(x.dtype)).sum(dim=1)
+
+
+def with_shared(ids, weights, num_experts, num_shared):
+    """``ids`` and ``weights`` (T, top_k) with the shared experts behind them, (T, top_k + num_shared)."""
+    if not num_shared:
+        return ids, weights
+    shared = torch.arange(num_experts, num_experts + num_shared, device=ids.device, dtype=ids.dtype)
+    ids = torch.cat([ids, shared.expand(len(ids), -1)], dim=1)
+    return ids, torch.cat([weights, weights.new_ones(len(ids), num_shared)], dim=1)

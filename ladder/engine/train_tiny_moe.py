@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from . import corpus
+from .context import Context
 from .models.tiny_moe import TinyMoE, TinyMoEConfig, save
 
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
@@ -32,7 +33,7 @@ EVALUATE_EVERY = 0.1  # of the run
 TRACE_LAYERS, TRACE_TOKENS = (0, 3, 5), 1024
 
 
-class DenseContext:
+class DenseContext(Context):
     """Sequences of one length, packed; causal attention by SDPA. Gathers what training wants to know about routing."""
 
     def __init__(self, cos_sin, seq_len, keep=False):

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..layers import choose_experts, linear, rms_norm, rotary_table, rotate, run_experts, swiglu
+from ..layers import linear, rotary_table, rotate, run_experts, swiglu
 
 WEIGHTS = Path(__file__).resolve().parents[1] / "data" / "tiny_moe.safetensors"
 END = 0  # the byte that ends a document; no text holds it
@@ -36,6 +36,7 @@ class TinyMoEConfig:
     rope_theta: float = 10000.0
     eps: float = 1e-6
     renormalize: bool = True
+    routed_scale: float = 1.0
 
     @property
     def scale(self):
@@ -76,10 +77,7 @@ class MoE(nn.Module):
         self.shared_gate_up = nn.Parameter(torch.empty(2 * c.shared_width, c.width))
         self.shared_down = nn.Parameter(torch.empty(c.width, c.shared_width))
 
-    def forward(self, x, context):
-        c = self.config
-        weights, ids, probs = choose_experts(linear(x, self.router).float(), c.top_k, c.renormalize)
-        context.routed(self.layer, ids, probs)
+    def forward(self, x, weights, ids):
         shared = linear(swiglu(linear(x, self.shared_gate_up)), self.shared_down)
         return shared + run_experts(x, ids, weights, self.gate_up, self.down)
 
@@ -87,15 +85,18 @@ class MoE(nn.Module):
 class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        self.eps = config.eps
+        self.config = config
         self.attention_norm = nn.Parameter(torch.ones(config.width))
         self.attention = Attention(config, layer)
         self.moe_norm = nn.Parameter(torch.ones(config.width))
         self.moe = MoE(config, layer)
 
-    def forward(self, x, context):
-        x = x + self.attention(rms_norm(x, self.attention_norm, self.eps), context)
-        return x + self.moe(rms_norm(x, self.moe_norm, self.eps), context)
+    def forward(self, x, residual, context):
+        """``residual`` is the stream before ``x`` is added to it: the sum and its norm are one pass."""
+        x, residual = context.add_norm(x, residual, self.attention_norm, self.config.eps)
+        x = self.attention(x, context)
+        x, residual, weights, ids = context.norm_route(self.moe, x, residual, self.moe_norm)
+        return self.moe(x, weights, ids), residual
 
 
 class TinyMoE(nn.Module):
@@ -125,14 +126,13 @@ class TinyMoE(nn.Module):
         """The last hidden states (T, width), normed, of packed tokens (T,); ``logits`` turns rows of them into logits.
 
         Args:
-            context: what knows where the tokens stand: ``attend(attention, x)`` returns (T, Hq, D) and
-                ``routed(layer, ids, probs)`` is told where tokens went.
+            context: what knows where the tokens stand and who computes attention, see ``ladder.engine.context``.
             dtype: to compute in; None is that of the weights.
         """
-        x = self.embedding[tokens].to(dtype or self.embedding.dtype)
+        x, residual = self.embedding[tokens].to(dtype or self.embedding.dtype), None
         for block in self.blocks:
-            x = block(x, context)
-        return rms_norm(x, self.norm, self.config.eps)
+            x, residual = block(x, residual, context)
+        return context.add_norm(x, residual, self.norm, self.config.eps)[0]
 
     def logits(self, hidden):
         """(rows, vocab) float32 of hidden states (rows, width)."""
