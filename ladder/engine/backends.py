@@ -4,6 +4,7 @@ Rungs 01 to 05 know no pages: the engine gathers a sequence's pages into contigu
 ``attention``. Rung 06 decodes on pages. Rungs 07 and 08 do everything on pages; 08 brings its fused entries along.
 """
 
+import copy
 import re
 
 import torch
@@ -44,6 +45,10 @@ class Backend:
     def mla_decode(self, q, latents, batch, scale, value_dim):
         """One new token of each sequence over its latents: q (B, H, 576) to (B, H, 512)."""
         raise NotImplementedError
+
+    def with_workspace(self, workspace):
+        """This backend with scratch memory of its own, as each captured graph needs; None where it has no such memory."""
+        return self
 
     def scratch_bytes(self, tokens, keys, num_heads, itemsize):
         """Bytes of intermediate results of attention beyond tensors of the inputs' size, for the memory plan."""
@@ -148,6 +153,11 @@ class DFlash1(Backend):
         self.rung, self.name, self.module = rung, rung.name, rung.module
         self.workspace = self.module.DecodeWorkspace(device)
 
+    def with_workspace(self, workspace):
+        clone = copy.copy(self)
+        clone.workspace = workspace
+        return clone
+
     def varlen(self, q, k, v, batch, scale):
         return self.module.attention_varlen(q, k, v, batch.cu_seqlens_q, batch.cu_seqlens_k, causal=True, scale=scale)
 
@@ -176,6 +186,11 @@ class DFlash2(Backend):
         self.name, self.module, self.windows = "step08_dflash2", step08, windows
         self.workspace = step08.DecodeWorkspace(device)
         self.fused = Fused(step08, self.workspace)
+
+    def with_workspace(self, workspace):
+        clone = copy.copy(self)
+        clone.workspace, clone.fused = workspace, Fused(self.module, workspace)
+        return clone
 
     def varlen(self, q, k, v, batch, scale):
         return self.module.dflash2_varlen(

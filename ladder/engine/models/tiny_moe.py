@@ -112,14 +112,19 @@ class TinyMoE(nn.Module):
             "cos_sin", rotary_table(config.head_dim, config.context, config.rope_theta), persistent=False
         )
 
-    def initialise(self, seed):
-        """Normal weights of standard deviation 0.02; what writes into the residual stream is smaller with depth."""
+    def keep_table(self):
+        """The table of rotary positions in float32, whatever the weights were cast to."""
+        c = self.config
+        self.cos_sin = rotary_table(c.head_dim, c.context, c.rope_theta, self.embedding.device)
+        return self
+
+    def initialise(self, seed, std=0.02):
+        """Normal weights of standard deviation ``std``; what writes into the residual stream is smaller with depth."""
         generator = torch.Generator(self.embedding.device).manual_seed(seed)
         for name, weight in self.named_parameters():
             if weight.ndim > 1:
                 deep = name.endswith(("attention.out", "down"))
-                std = 0.02 / (2 * self.config.num_layers) ** 0.5 if deep else 0.02
-                nn.init.normal_(weight, std=std, generator=generator)
+                nn.init.normal_(weight, std=std / (2 * self.config.num_layers) ** 0.5 if deep else std, generator=generator)
         return self
 
     def forward(self, tokens, context, dtype=None):
@@ -147,8 +152,8 @@ def save(model, path, dtype=torch.float16, **metadata):
     save_file(tensors, str(path), {"config": json.dumps(asdict(model.config)), **metadata})
 
 
-def load(path=WEIGHTS, dtype=torch.float32, device="cpu"):
-    """The model of a file that ``save`` wrote.
+def read_config(path=WEIGHTS):
+    """The configuration in a file that ``save`` wrote.
 
     Raises:
         FileNotFoundError: there is no such file; the message says how to train it.
@@ -156,12 +161,19 @@ def load(path=WEIGHTS, dtype=torch.float32, device="cpu"):
     from safetensors import safe_open
 
     if not Path(path).is_file():
-        raise FileNotFoundError(f"tiny-moe: no weights at {path}; train them with python -m ladder.engine.train_tiny_moe")
+        raise FileNotFoundError(f"tiny-moe: no weights at {path}; train them with python -m ladder.engine.train_tiny_moe --out DIR")
     with safe_open(str(path), framework="pt") as file:
-        config = TinyMoEConfig(**json.loads(file.metadata()["config"]))
-        with torch.device("meta"):
-            model = TinyMoE(config)
-        state = {name: file.get_tensor(name).to(device=device, dtype=dtype) for name in file.keys()}
-    model.load_state_dict(state, assign=True)
-    model.cos_sin = rotary_table(config.head_dim, config.context, config.rope_theta, device)
-    return model.requires_grad_(False).eval()
+        metadata = file.metadata() or {}
+    if "config" not in metadata:
+        raise ValueError(f"tiny-moe: {path} holds no configuration; want a file that train_tiny_moe wrote")
+    return TinyMoEConfig(**json.loads(metadata["config"]))
+
+
+def load(path=WEIGHTS, dtype=torch.float32, device="cpu"):
+    """The model of a file that ``save`` wrote; raises as ``read_config``."""
+    from safetensors.torch import load_file
+
+    with torch.device("meta"):
+        model = TinyMoE(read_config(path))
+    model.load_state_dict({k: v.to(device=device, dtype=dtype) for k, v in load_file(str(path)).items()}, assign=True)
+    return model.keep_table().requires_grad_(False).eval()
