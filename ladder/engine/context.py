@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
-from .layers import add_norm, choose_experts, linear, rms_norm, rotate
+from .layers import add_norm, choose_experts, rms_norm, rotate
 
 
 class Context:
@@ -18,7 +19,7 @@ class Context:
         """Add, norm and route: normed (T, width), the sum (T, width), weights (T, top_k) float32, ids (T, top_k)."""
         c = moe.config
         x, residual = self.add_norm(x, residual, norm_weight, c.eps)
-        weights, ids, probs = choose_experts(linear(x, moe.router).float(), c.top_k, c.renormalize, c.routed_scale)
+        weights, ids, probs = choose_experts(F.linear(x.float(), moe.router.float()), c.top_k, c.renormalize, c.routed_scale)
         self.routed(moe.layer, ids, probs)
         return x, residual, weights, ids
 

@@ -72,7 +72,12 @@ class DeepseekV2Config:
         for name, value in wanted.items():
             if c.get(name, value) != value:
                 raise ValueError(f"deepseek-v2-lite: {name} in {path} is {c[name]!r}; want {value!r}")
-        rope = c.get("rope_scaling") or {"factor": 1.0}
+        rope = c.get("rope_scaling") or c.get("rope_parameters") or {}  # the second since transformers 5
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in ("yarn", "default"):
+            raise ValueError(f"deepseek-v2-lite: rotary scaling in {path} is {kind!r}; want 'yarn' or none")
+        rope = {"factor": 1.0, **rope}
+        c = {"rope_theta": rope.get("rope_theta", 10000.0), **c}
         names = dict(
             num_layers="num_hidden_layers", width="hidden_size", num_heads="num_attention_heads", latent="kv_lora_rank",
             rope_dim="qk_rope_head_dim", nope_dim="qk_nope_head_dim", v_dim="v_head_dim", num_experts="n_routed_experts",
