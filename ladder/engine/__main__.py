@@ -52,7 +52,8 @@ def parse_args(argv=None):
     measure.add_argument("--repeats", type=int, default=1, help="measure so often and keep the fastest")
     measure.add_argument("--fit", action="store_true", help="size the KV pool for exactly these requests: peak memory is then what they need")
     measure.add_argument("--with-transformers", action="store_true", help="also measure Hugging Face transformers in this run")
-    measure.add_argument("--memory-table", action="store_true", help="most concurrent requests at memory fractions 0.85, 0.90 and 0.95")
+    measure.add_argument("--memory-table", action="store_true", help="most concurrent requests at memory fractions")
+    measure.add_argument("--fractions", type=float, nargs="+", default=list(bench.FRACTIONS), help="of --memory-table")
     measure.add_argument("--requests", type=int, default=0, help="with --memory-table: serve so many mixed requests at each fraction")
     measure.add_argument("--json", metavar="FILE", help="write the results as JSON; - is standard output")
 
@@ -228,7 +229,7 @@ def run_bench(args):
         if args.memory_table:
             options.pop("mem_fraction")
             with Progress("memory fractions") as progress:
-                rows += bench.memory_table(spec, args.backend, requests=args.requests, progress=progress.share, **shape, **options)
+                rows += bench.memory_table(spec, args.backend, requests=args.requests, fractions=args.fractions, progress=progress.share, **shape, **options)
         else:
             with Progress(f"{spec.name} on {args.backend}") as progress:
                 rows.append(bench.throughput(spec, args.backend, concurrency=args.concurrency, repeats=args.repeats, fit=args.fit,

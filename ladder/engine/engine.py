@@ -56,6 +56,8 @@ class Engine:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        attention = backends.make(backend, device, windows)
+        attention.check(device, dtype)
         sizes = dict(max_seqs=max_seqs, chunk_tokens=chunk_tokens, chunk_keys=chunk_keys, decode_every=decode_every, page_size=page_size)
         for name, value in {**sizes, "kv_tokens": kv_tokens or 1, "max_len": max_len or 1}.items():
             if not isinstance(value, int) or value < 1:
@@ -64,8 +66,6 @@ class Engine:
             raise ValueError(f"engine: mem_fraction is {mem_fraction}; want above 0, at most 1")
         if max_len is not None and max_len > spec.config.context:
             raise ValueError(f"engine: max_len is {max_len}; want at most {spec.config.context}, the context of {spec.name}")
-        attention = backends.make(backend, device, windows)
-        attention.check(device, dtype)
         self.spec, self.backend, self.device, self.dtype = spec, attention, device, dtype
         self.mem_fraction = mem_fraction
 
