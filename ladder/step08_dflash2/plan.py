@@ -1,0 +1,194 @@
+"""What a call of step 08 launches and why: tiles from a table for each architecture, ``explain`` in words, ``warmup``."""
+
+import functools
+
+import torch
+
+from ladder.step07_dflash1.attention import arch, prefill_config
+
+RUNG = "step08_dflash2"
+
+
+@functools.lru_cache(maxsize=4096)
+def launch_config(head_dim, head_dim_v, itemsize, arch, page_size=0, ragged=False, group=1, tokens=None, most_tokens=None, extras=False):
+    """Launch parameters of ``dflash2_prefill``: step 07's measured tiles, fitted to short chunks and to masks.
+
+    Args:
+        head_dim, head_dim_v: sizes of a query/key and of a value head. itemsize: bytes of an element.
+        arch: 10 * major + minor of the compute capability. page_size: of the cache; 0 without pages. ragged: packed.
+        group: query heads of a KV head.
+        tokens: new tokens of a sequence, or their mean where sequences differ; None when unknown.
+        most_tokens: an upper bound of it that the host knows; None when it does not.
+        extras: windows or a softcap, whose values take registers.
+
+    Returns:
+        A dict of the kernel's compile-time arguments; do not change it, calls share it.
+    """
+    config = prefill_config(head_dim, head_dim_v, itemsize, arch, page_size, ragged)
+    if extras and itemsize == 2 and arch == 90 and config["BLOCK_N"] == 128 and head_dim > 64:
+        config.update(BLOCK_N=64)
+    pack = 1
+    if tokens is not None and tokens <= config["BLOCK_M"]:
+        # A chunk shorter than a tile fills it with the heads of its group, which then load K and V together.
+        pack = next(p for p in range(min(group, config["BLOCK_M"]), 0, -1) if group % p == 0)
+    if most_tokens is not None and most_tokens * pack < config["BLOCK_M"]:
+        block_m = max(16, 1 << (most_tokens * pack - 1).bit_length()) if most_tokens else 16
+        if block_m < config["BLOCK_M"]:
+            config.update(BLOCK_M=block_m, num_warps=4)
+    return {**config, "PACK": pack}
+
+
+def explain(
+    problem, *, windows=None, softcap=0.0, sinks=False, right=None, page_size=0, ragged=False, return_lse=False, device=None
+):  # fmt: skip
+    """What step 08 does with a problem, in words: which kernel, which tiles, how many programs, and why.
+
+    Args:
+        problem: shapes as ``ladder.lab.problem.AttentionProblem`` has them (B, Hq, Hkv, Sq, Sk, D, Dv, causal, dtype), or
+            as ``ladder.lab.decode.DecodeProblem`` (q_len, page_size, lengths) for decode.
+        windows, softcap, right: as the call is given them. sinks: whether it has learned sinks.
+        page_size: K and V lie in pages of that many tokens; 0: they do not. ragged: packed sequences; pages imply it.
+        return_lse: as in a call. device: where it would run; None is the GPU when there is one, else the CPU.
+
+    Returns:
+        A few sentences, one a line. Nothing is launched.
+    """
+    device = _device(device)
+    if hasattr(problem, "q_len"):
+        from . import decode
+
+        return decode.explain(problem, windows=windows, softcap=softcap, sinks=sinks, device=device)
+    p, paged = problem, page_size > 0
+    ragged = ragged or paged
+    q, k, v = _meta_tensors(p, ragged, page_size)
+    from .attention import check_options, device_code, hopper_code, interpreting
+
+    windows, softcap, right = check_options((q, k, v), p.Hq, p.causal, windows, softcap, None, return_lse, right)
+    lines = [f"Prefill of {p.B} x {p.Hq} heads on {p.Hkv}, {p.Sq} queries on {p.Sk} keys, head size {p.D}"
+             + (f"/{p.Dv}" if p.Dv != p.D else "") + f", {p.dtype}{', causal' if right == 0 else ''}"
+             + (f", {right} keys to the right" if right else "") + (f", pages of {page_size}" if paged else ", packed" if ragged else "") + "."]  # fmt: skip
+    if device_code(torch.empty(0, dtype=q.dtype, device=device)) is None:
+        reason = "bfloat16 products are wrong in Triton's interpreter" if device.type == "cpu" and interpreting() else f"tensors are on {device.type}"
+        return "\n".join([*lines, f"Path: eager PyTorch in float32, because {reason}."])
+    hopper = hopper_code(device)
+    why = None
+    if hopper is not None:
+        why = hopper.supports_prefill(q, k, v, paged=paged, causal=p.causal, right=right, windows=windows, softcap=softcap, sinks=sinks or None)
+        if why is None:
+            return "\n".join([*lines, "Kernel: Gluon for sm_90 (TMA, wgmma, specialised warps), which is built for this call."])
+    major = arch(device)
+    where = f"sm_{major}" if device.type == "cuda" else "Triton's interpreter, with a Hopper's tiles"
+    lines.append(f"Kernel: dflash2_prefill, portable Triton, on {where}" + (f", because the sm_90 kernel has no case for it: {why}." if why else "."))
+    config = launch_config(
+        p.D, p.Dv, q.element_size(), major, page_size, ragged, p.Hq // p.Hkv, p.Sq, None if ragged else p.Sq,
+        windows is not None or softcap > 0,
+    )  # fmt: skip
+    pack, block_m, block_n = config["PACK"], config["BLOCK_M"], config["BLOCK_N"]
+    block_t = block_m // pack
+    rows = f"{block_m} rows, {block_t} queries of {pack} heads that share K and V," if pack > 1 else f"{block_m} queries"
+    lines.append(f"Tiles: {rows} by {block_n} keys, {config['num_warps']} warps, {config['num_stages']} stages of loads under way.")
+    if config["TAIL_D"]:
+        lines.append(f"A head of {p.D} is {config['BLOCK_D']} + {config['TAIL_D']} columns, not the next power of two.")
+    row_tiles = p.Sq // block_t * p.B + p.B if ragged else -(-p.Sq // block_t) * p.B
+    lines.append(f"Programs: {row_tiles * (p.Hq // pack)}, one a tile of queries; no keys are split, so no second pass.")
+    from .windows import RangeWindows
+
+    def visits(mask):
+        count, tiles = mask.visited_tiles(p.Sq, p.Sk, False, block_t, block_n, right=right)
+        return count, sum(masked for *_, masked in tiles)
+
+    everything = -(-p.Sq // block_t) * -(-p.Sk // block_n)
+    count, masked = visits(windows or RangeWindows([]))
+    share = f"{count / everything:.1%}" if everything else "none"
+    lines.append(f"Visits {count} of {everything} tiles a head and sequence ({share}), {masked} of them with a mask.")
+    if windows is not None:
+        without, _ = visits(RangeWindows([]))
+        lines.append(f"Without windows it would visit {without}, {without / max(1, count):.1f} x as many.")
+    return "\n".join(lines)
+
+
+def warmup(shapes, device=None):
+    """Compile ahead of the first request: one short launch for each shape, of the kernel that a call would take.
+
+    Args:
+        shapes: problems as ``explain`` takes them, or pairs (problem, options) with its options, such as
+            ``(AttentionProblem(...), dict(windows=..., page_size=64))``. Lengths count only as far as they choose tiles.
+        device: as in ``explain``.
+
+    Returns:
+        How many launches were made. Memory is that of a few hundred tokens a shape, freed again.
+
+    A kernel is compiled for head sizes, dtype, mask features and 16-byte alignment, not for a length or a batch; Triton
+    keeps it on disk, so the next process only loads it.
+    """
+    device, launches = _device(device), 0
+    for shape in shapes:
+        problem, options = shape if isinstance(shape, (tuple, list)) else (shape, {})
+        if hasattr(problem, "q_len"):
+            _warm_decode(problem, options, device)
+        else:
+            _warm_prefill(problem, device, **options)
+        launches += 1
+    return launches
+
+
+def _warm_prefill(
+    p, device, *, windows=None, softcap=0.0, sinks=False, right=None, page_size=0, ragged=False, return_lse=False
+):  # fmt: skip
+    from .attention import dense, paged_prefill, varlen
+
+    short = p.replace(B=1, Sq=min(p.Sq, 256), Sk=min(p.Sk, 256))
+    ragged = ragged or page_size > 0
+    q, k, v = (torch.zeros(x.shape, dtype=x.dtype, device=device) for x in _meta_tensors(short, ragged, page_size))
+    options = dict(
+        causal=p.causal, windows=windows, softcap=softcap, right=right, return_lse=return_lse,
+        sinks=torch.zeros(p.Hq, device=device) if sinks else None,
+    )  # fmt: skip
+    if not ragged:
+        dense(q, k, v, **options)
+        return
+    cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (short.Sq, short.Sk))
+    if page_size:
+        table = torch.arange(k.shape[0], dtype=torch.int32, device=device)[None]
+        paged_prefill(q, k, v, table, torch.tensor([short.Sk], dtype=torch.int32, device=device), cu_q, short.Sq, **options)
+    else:
+        varlen(q, k, v, cu_q, cu_k, short.Sq, short.Sk, **options)
+
+
+def _warm_decode(p, options, device):
+    """One decode call of the problem's batch and capacity on a cache of one page that every entry names."""
+    from . import decode
+
+    options = dict(options)
+    if options.pop("sinks", False):
+        options["sinks"] = torch.zeros(p.Hq, device=device)
+    dtype = getattr(torch, p.dtype)
+    q = torch.zeros(p.B, p.q_len, p.Hq, p.D, dtype=dtype, device=device)
+    table = torch.zeros(p.B, p.capacity // p.page_size, dtype=torch.int32, device=device)
+    lengths = torch.full((p.B,), min(p.capacity, p.page_size), dtype=torch.int32, device=device)
+    if p.latent:
+        cache = torch.zeros(1, p.page_size, p.D, dtype=dtype, device=device)
+        decode.dflash2_mla_decode(q, cache, table, lengths, scale=p.D**-0.5 if p.scale is None else p.scale, head_dim_v=p.Dv, **options)
+    else:
+        caches = (torch.zeros(1, p.page_size, p.Hkv, n, dtype=dtype, device=device) for n in (p.D, p.Dv))
+        decode.dflash2_decode(q, *caches, table, lengths, scale=p.scale, **options)
+
+
+def _meta_tensors(p, ragged, page_size):
+    """q, k, v of a problem without memory, contiguous in the layout that the call takes."""
+    dtype = getattr(torch, p.dtype)
+    if page_size:
+        pages = -(-p.Sk // page_size)
+        shapes = (p.B * p.Sq, p.Hq, p.D), (p.B * pages, page_size, p.Hkv, p.D), (p.B * pages, page_size, p.Hkv, p.Dv)
+    elif ragged:
+        shapes = (p.B * p.Sq, p.Hq, p.D), (p.B * p.Sk, p.Hkv, p.D), (p.B * p.Sk, p.Hkv, p.Dv)
+    else:
+        shapes = (p.B, p.Hq, p.Sq, p.D), (p.B, p.Hkv, p.Sk, p.D), (p.B, p.Hkv, p.Sk, p.Dv)
+    return tuple(torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
+
+
+def _device(device):
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
