@@ -5,6 +5,7 @@ Rungs 01 to 05 know no pages: the engine gathers a sequence's pages into contigu
 """
 
 import copy
+import importlib
 import re
 
 import torch
@@ -29,6 +30,10 @@ class Backend:
     name = ""
     gathers, absorbs, captures, fused = True, True, False, None
     needs_triton = False
+
+    def schedule(self, batch, config, cache, latent):
+        """What a decode step's layers share, kept as ``batch.schedule``."""
+        return None
 
     def varlen(self, q, k, v, batch, scale):
         """Causal attention, aligned to the bottom right, of packed q (T, Hq, D) over k (total_k, Hkv, D) and v: (T, Hq, Dv)."""
@@ -185,12 +190,21 @@ class DFlash2(Backend):
 
         self.name, self.module, self.windows = "step08_dflash2", step08, windows
         self.workspace = step08.DecodeWorkspace(device)
+        self.get_schedule = importlib.import_module("ladder.step08_dflash2.decode").get_decode_schedule
         self.fused = Fused(step08, self.workspace)
 
     def with_workspace(self, workspace):
         clone = copy.copy(self)
         clone.workspace, clone.fused = workspace, Fused(self.module, workspace)
         return clone
+
+    def schedule(self, batch, config, cache, latent):
+        c = config
+        heads = (1, c.latent + c.rope_dim, c.latent) if latent else (c.num_kv_heads, c.head_dim, c.head_dim)
+        return self.get_schedule(
+            batch.seq_lens, num_heads=c.num_heads, num_kv_heads=heads[0], head_dim=heads[1], head_dim_v=heads[2],
+            page_size=cache.page_size, max_seq_len=batch.block_table.shape[1] * cache.page_size, dtype=cache.parts[0].dtype, windows=self.windows,
+        )  # fmt: skip
 
     def varlen(self, q, k, v, batch, scale):
         return self.module.dflash2_varlen(
@@ -204,13 +218,14 @@ class DFlash2(Backend):
 
     def decode(self, q, k_cache, v_cache, batch, scale):
         return self.module.dflash2_decode(
-            q, k_cache, v_cache, batch.block_table, batch.seq_lens, scale=scale, windows=self.windows, workspace=self.workspace
-        )
+            q, k_cache, v_cache, batch.block_table, batch.seq_lens, scale=scale, windows=self.windows, workspace=self.workspace,
+            schedule=batch.schedule,
+        )  # fmt: skip
 
     def mla_decode(self, q, latents, batch, scale, value_dim):
         return self.module.dflash2_mla_decode(
             q, latents, batch.block_table, batch.seq_lens, scale=scale, head_dim_v=value_dim, windows=self.windows,
-            workspace=self.workspace,
+            workspace=self.workspace, schedule=batch.schedule,
         )  # fmt: skip
 
 
@@ -219,9 +234,10 @@ class Fused:
 
     def __init__(self, step08, workspace):
         self.step08, self.workspace = step08, workspace
+        self.fused_add_norm = importlib.import_module("ladder.step08_dflash2.fusion").fused_add_norm
 
     def add_norm(self, x, residual, weight, eps):
-        return self.step08.fused_add_norm(x, residual, weight, eps=eps)
+        return self.fused_add_norm(x, residual, weight, eps=eps)
 
     def norm_route(self, x, residual, norm_weight, router, config):
         normed, residual, weights, ids, _ = self.step08.fused_norm_router(

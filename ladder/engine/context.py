@@ -44,6 +44,7 @@ class Batch:
     cu_seqlens_q, cu_seqlens_k: (B + 1,) int32; max_q, max_k: the longest chunk and sequence, ints.
     key_slots: (total_k,) int64, the slots of all keys of all sequences, for those who gather pages. None: nobody does.
     lengths: [(new tokens, all tokens)] of the sequences, None inside a captured graph.
+    schedule: what the layers of a decode step share, made by the backend.
     """
 
     decode: bool
@@ -58,6 +59,7 @@ class Batch:
     max_k: int = 0
     key_slots: torch.Tensor | None = None
     lengths: list | None = None
+    schedule: torch.Tensor | None = None
 
 
 class ServingContext(Context):
@@ -65,6 +67,7 @@ class ServingContext(Context):
 
     def __init__(self, model, backend, cache):
         self.config, self.backend, self.cache = model.config, backend, cache
+        self.latent = len(cache.parts) == 1
         self.cos_sin = model.cos_sin
         self.cos, self.sin = (x.contiguous() for x in model.cos_sin.chunk(2, dim=-1))
         self.batch = self._rows = None
@@ -72,6 +75,8 @@ class ServingContext(Context):
     def begin(self, batch):
         self.batch = batch
         self._rows = None
+        if batch.decode:
+            batch.schedule = self.backend.schedule(batch, self.config, self.cache, self.latent)
 
     @property
     def rows(self):
