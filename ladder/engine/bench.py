@@ -205,7 +205,7 @@ def transformers_peer(spec, *, input_len, output_len, concurrency, dtype=torch.b
     ids = torch.tensor(random_prompts(concurrency, input_len, spec.config.vocab), device=device)
 
     @torch.inference_mode()
-    def run(steps):
+    def run(model, steps):
         times, began = [], time.perf_counter()
         out = model(ids, use_cache=True, logits_to_keep=1)
         token, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
@@ -218,13 +218,13 @@ def transformers_peer(spec, *, input_len, output_len, concurrency, dtype=torch.b
             times.append(time.perf_counter())
         return began, times
 
-    run(3)
+    run(model, 3)
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     # Latency is the same at every step but for the growing cache: 128 steps say what 512 would.
     steps = min(output_len, 128)
-    began, times = run(steps)
+    began, times = run(model, steps)
     gaps = [1e3 * (b - a) for a, b in zip(times, times[1:])]
     row = results.row(
         case(spec, input_len=input_len, output_len=output_len, concurrency=concurrency, dtype=str(dtype).removeprefix("torch."), weights="random"),

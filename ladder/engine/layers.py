@@ -139,29 +139,164 @@ def grouped_mm_works(x):
 
 def swiglu(gate_up):
     """silu(first half) * second half. Source: Shazeer, "GLU Variants Improve Transformer"."""
+    if serving_on_gpu(gate_up):
+        return fast_swiglu(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
-def run_experts(x, ids, weights, gate_up, down):
+def run_experts(x, ids, weights, gate_up, down, num_shared=0):
     """sum_k weights[:, k] * expert[ids[:, k]](x), tokens sorted by expert so that each weight is read once.
 
     Args:
-        x: (T, width). ids, weights: (T, top_k). gate_up: (experts, 2 * hidden, width). down: (experts, width, hidden).
+        x: (T, width). ids, weights: (T, top_k), the router's choice. gate_up: (experts, 2 * hidden, width).
+        down: (experts, width, hidden). num_shared: how many experts at the end of the stack every token uses, with weight 1.
 
     Returns:
         (T, width) in the dtype of x.
     """
-    order, places, ends = sort_by_expert(ids, gate_up.shape[0])
+    if serving_on_gpu(x):
+        return fast_experts(x, ids, weights, gate_up, down, num_shared)
+    total = gate_up.shape[0]
+    if num_shared:
+        shared = torch.arange(total - num_shared, total, device=ids.device, dtype=ids.dtype)
+        ids = torch.cat([ids, shared.expand(len(ids), -1)], dim=1)
+        weights = torch.cat([weights, weights.new_ones(len(ids), num_shared)], dim=1)
+    order, places, ends = sort_by_expert(ids, total)
     rows = Dispatch.apply(x, order, places)
     rows = grouped_product(swiglu(grouped_product(rows, gate_up, ends)), down, ends)
     return (Collect.apply(rows, order, places) * weights[..., None].to(x.dtype)).sum(dim=1)
 
 
-def with_shared(ids, weights, num_experts, num_shared):
-    """``ids`` and ``weights`` (T, top_k) with the shared experts behind them, (T, top_k + num_shared)."""
-    if not num_shared:
-        return ids, weights
-    shared = torch.arange(num_experts, num_experts + num_shared, device=ids.device, dtype=ids.dtype)
-    ids = torch.cat([ids, shared.expand(len(ids), -1)], dim=1)
-    return ids, torch.cat([weights, weights.new_ones(len(ids), num_shared)], dim=1)
+# Serving on a GPU: the same, a launch for each pass.
+
+FEW_ASSIGNMENTS = 1024  # sorted by one quadratic launch; more by step 07's counting sort
+_fastest = {}  # (shape of gate_up, tokens) -> "library" or "streamed", measured by ``tune_experts``
+
+
+def serving_on_gpu(x):
+    """Whether the engine runs ``x`` on a GPU; training, also its evaluation, stays with plain operations."""
+    return x.is_cuda and torch.is_inference_mode_enabled()
+
+
+def fast_swiglu(gate_up):
+    """``swiglu`` of (rows, 2 * hidden) in one launch."""
+    from .kernels import engine_swiglu
+
+    gate_up = gate_up.contiguous()
+    rows, hidden = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, hidden)
+    block = min(1024, 1 << (hidden - 1).bit_length())
+    if rows:
+        engine_swiglu[(rows, -(-hidden // block))](gate_up, out, hidden, gate_up.stride(0), BLOCK=block)
+    return out
+
+
+def place_rows(ids, num_experts, num_shared):
+    """The stable sort of ``sort_by_expert`` with the shared experts' assignments behind each token's own.
+
+    Args:
+        ids: (T, top_k) int32 or int64, the router's choice among num_experts.
+
+    Returns:
+        order (rows,), source (rows,), the assignment and the token at each row; places (T, top_k + num_shared);
+        offsets (num_experts + num_shared + 1,), where each expert's rows start. All int32.
+    """
+    from .kernels import engine_place
+
+    ids = ids.contiguous()
+    tokens, top_k = ids.shape
+    each, total = top_k + num_shared, tokens * (top_k + num_shared)
+    if total > FEW_ASSIGNMENTS:
+        from ladder.step07_dflash1 import group_tokens
+
+        if num_shared:
+            shared = torch.arange(num_experts, num_experts + num_shared, device=ids.device, dtype=ids.dtype)
+            ids = torch.cat([ids, shared.expand(tokens, -1)], dim=1)
+        groups = group_tokens(ids, num_experts + num_shared)
+        return groups.order, groups.order // each, groups.places, groups.offsets
+    numbers = torch.empty(3, total, dtype=torch.int32, device=ids.device)
+    offsets = torch.empty(num_experts + num_shared + 1, dtype=torch.int32, device=ids.device)
+    order, source, places = numbers
+    everyone = max(16, 1 << (total - 1).bit_length())
+    block = min(16, everyone)
+    engine_place[(-(-total // block),)](
+        ids, order, source, places, offsets, total, num_experts, TOP_K=top_k, SHARED=num_shared, ALL=everyone, BLOCK=block,
+        EXPERTS=1 << (num_experts + num_shared).bit_length(),
+    )  # fmt: skip
+    return order, source, places.view(tokens, each), offsets
+
+
+def fast_experts(x, ids, weights, gate_up, down, num_shared, product=None):
+    """``run_experts`` on a GPU.
+
+    product: "library", the grouped product of torch; "streamed", two launches that read each chosen expert once, for few
+        rows; None is what ``tune_experts`` found, else the library's.
+    """
+    from .kernels import engine_combine
+
+    order, source, places, offsets = place_rows(ids, gate_up.shape[0] - num_shared, num_shared)
+    if (product or _fastest.get((gate_up.shape, len(x)), "library")) == "streamed":
+        rows = streamed_experts(x, source, offsets, gate_up, down)
+    else:
+        rows = grouped_product(x.index_select(0, source), gate_up, offsets[1:])
+        rows = grouped_product(fast_swiglu(rows), down, offsets[1:])
+    out = torch.empty_like(x)
+    tokens, width = x.shape
+    block = min(1024, 1 << (width - 1).bit_length())
+    if tokens:
+        engine_combine[(tokens, -(-width // block))](
+            rows, places, weights.contiguous(), out, width, TOP_K=ids.shape[1], SHARED=num_shared, BLOCK=block
+        )
+    return out
+
+
+def streamed_experts(x, source, offsets, gate_up, down):
+    """Rows in expert order (rows, width) of the experts of x (T, width): gather, products and gate in two launches."""
+    from .kernels import engine_experts_down, engine_experts_up
+
+    experts, width, hidden = down.shape
+    inner = x.new_empty(len(source), hidden)
+    rows = x.new_empty(len(source), width)
+    half = x.element_size() == 2
+    tile = dict(BLOCK_M=16, BLOCK_N=64 if half else 16, BLOCK_K=128 if half else 32, PRECISION="tf32" if half else "ieee",
+                num_warps=4, num_stages=3 if half else 2)  # fmt: skip
+
+    def even(columns, summed):
+        return columns % tile["BLOCK_N"] == 0 and summed % tile["BLOCK_K"] == 0
+
+    engine_experts_up[(experts * -(-hidden // tile["BLOCK_N"]),)](
+        x, gate_up, inner, source, offsets, width, hidden, EVEN=even(hidden, width), **tile
+    )
+    engine_experts_down[(experts * -(-width // tile["BLOCK_N"]),)](
+        inner, down, rows, offsets, hidden, width, EVEN=even(width, hidden), **tile
+    )
+    return rows
+
+
+@torch.inference_mode()
+def tune_experts(gate_up, down, tokens, top_k, num_shared, repeats=5):
+    """Measure which grouped product is faster for so many tokens with random routing, once for a shape; returns its name."""
+    key = (gate_up.shape, tokens)
+    if key not in _fastest and gate_up.element_size() == 2:
+        experts, width = gate_up.shape[0] - num_shared, gate_up.shape[2]
+        device = gate_up.device
+        x = torch.randn(tokens, width, device=device, dtype=gate_up.dtype)
+        ids = torch.rand(tokens, experts, device=device).topk(top_k, dim=1).indices
+        weights = torch.full((tokens, top_k), 1 / top_k, device=device)
+        times = {}
+        for product in ("library", "streamed"):
+            fast_experts(x, ids, weights, gate_up, down, num_shared, product)
+            graph = torch.cuda.CUDAGraph()  # as it will run: launches cost nothing
+            with torch.cuda.graph(graph):
+                for _ in range(repeats):
+                    fast_experts(x, ids, weights, gate_up, down, num_shared, product)
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            graph.replay()
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times[product] = begin.elapsed_time(end)
+        _fastest[key] = min(times, key=times.get)
+    return _fastest.get(key, "library")

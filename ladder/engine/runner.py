@@ -8,6 +8,7 @@ import torch
 
 from .context import Batch, ServingContext
 from .kv_pool import KVCache
+from .layers import tune_experts
 from .sampling import SamplingParams, sample
 from .scheduler import Request
 
@@ -176,6 +177,8 @@ class DecodeGraph:
         # A workspace of its own: one that grew for another size would leave this graph with freed memory.
         self.workspace = type(runner.backend.workspace)(device) if hasattr(runner.backend, "workspace") else None
         self.context = ServingContext(runner.model, runner.backend.with_workspace(self.workspace), runner.cache)
+        moe, c = runner.model.blocks[-1].mlp if runner.spec.latent else runner.model.blocks[-1].moe, runner.spec.config
+        self.experts = tune_experts(moe.gate_up, moe.down, size, c.top_k, getattr(c, "num_shared", 0))
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):

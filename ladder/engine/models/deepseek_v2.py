@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..layers import linear, rotary_table, run_experts, swiglu, with_shared
+from ..layers import linear, rotary_table, run_experts, swiglu
 
 
 @dataclass(frozen=True)
@@ -187,8 +187,7 @@ class MoE(nn.Module):
         self.down = nn.Parameter(torch.empty(total, c.width, c.expert_width))
 
     def forward(self, x, weights, ids):
-        ids, weights = with_shared(ids, weights, self.config.num_experts, self.config.num_shared)
-        return run_experts(x, ids, weights, self.gate_up, self.down)
+        return run_experts(x, ids, weights, self.gate_up, self.down, self.config.num_shared)
 
 
 class Block(nn.Module):
