@@ -110,7 +110,7 @@ def throughput(spec, backend, *, input_len, output_len, concurrency, fit=False, 
     return row
 
 
-def memory_table(spec, backend, *, input_len, output_len, fractions=FRACTIONS, requests=0, max_seqs=2048, progress=None, **options):
+def memory_table(spec, backend, *, input_len, output_len, fractions=FRACTIONS, requests=0, max_seqs=256, progress=None, **options):
     """Most requests that run at the same time at each memory fraction, and with ``requests`` a run of mixed ones that must not fail.
 
     The mixed requests have prompts of 1 .. 4 * input_len tokens, so that the pool overflows and requests wait, are preempted

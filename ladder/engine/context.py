@@ -1,5 +1,6 @@
 """Where tokens stand and who computes attention: what a model's forward asks instead of knowing it."""
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +72,12 @@ class ServingContext(Context):
         self.cos_sin = model.cos_sin
         self.cos, self.sin = (x.contiguous() for x in model.cos_sin.chunk(2, dim=-1))
         self.batch = self._rows = None
+
+    def using(self, backend):
+        """The same with another backend."""
+        other = copy.copy(self)
+        other.backend = backend
+        return other
 
     def begin(self, batch):
         self.batch = batch

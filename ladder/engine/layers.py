@@ -116,25 +116,32 @@ _checked = {}
 
 
 def grouped_mm_works(x):
-    """Whether this torch's grouped product serves ``x``: bfloat16 on a GPU, tried once with ragged groups and gradients."""
+    """Whether this torch's grouped product serves ``x``: bfloat16 on a GPU, tried once on ragged groups, with gradients
+    where they are wanted.
+    """
     if GROUPED_MM is None or not x.is_cuda or x.dtype != torch.bfloat16:
         return False
-    if x.device not in _checked:
-        with torch.enable_grad():
+    gradients = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    key = (x.device, gradients)
+    if key not in _checked:
+        with torch.inference_mode(False), torch.set_grad_enabled(gradients):
             generator = torch.Generator(x.device).manual_seed(0)
-            a = torch.randn(203, 64, generator=generator, device=x.device, dtype=x.dtype).requires_grad_()
-            w = torch.randn(5, 96, 64, generator=generator, device=x.device, dtype=x.dtype).requires_grad_()
+            a = torch.randn(203, 64, generator=generator, device=x.device, dtype=x.dtype).requires_grad_(gradients)
+            w = torch.randn(5, 96, 64, generator=generator, device=x.device, dtype=x.dtype).requires_grad_(gradients)
             ends = torch.tensor([3, 3, 90, 131, 203], dtype=torch.int32, device=x.device)
+            bounds = [0, *ends.tolist()]
+
+            def outcome(product):
+                return torch.autograd.grad(product.square().sum(), (a, w)) if gradients else (product,)
+
             try:
-                got = torch.autograd.grad(GROUPED_MM(a, w.transpose(-2, -1), offs=ends).square().sum(), (a, w))
-                bounds = [0, *ends.tolist()]
-                loop = torch.cat([F.linear(a[i:j], w[e]) for e, (i, j) in enumerate(zip(bounds, bounds[1:]))])
-                want = torch.autograd.grad(loop.square().sum(), (a, w))
-                _checked[x.device] = all((g - t).norm() < 0.02 * t.norm() for g, t in zip(got, want))
+                got = outcome(GROUPED_MM(a, w.transpose(-2, -1), offs=ends))
+                want = outcome(torch.cat([F.linear(a[i:j], w[e]) for e, (i, j) in enumerate(zip(bounds, bounds[1:]))]))
+                _checked[key] = all(bool((g - t).norm() < 0.02 * t.norm()) for g, t in zip(got, want))
             except RuntimeError as error:
                 print(f"grouped_mm does not run here, experts run one by one: {str(error).splitlines()[0]}")
-                _checked[x.device] = False
-    return _checked[x.device]
+                _checked[key] = False
+    return _checked[key]
 
 
 def swiglu(gate_up):
@@ -256,6 +263,7 @@ def streamed_experts(x, source, offsets, gate_up, down):
     from .kernels import engine_experts_down, engine_experts_up
 
     experts, width, hidden = down.shape
+    x = x.contiguous()
     inner = x.new_empty(len(source), hidden)
     rows = x.new_empty(len(source), width)
     half = x.element_size() == 2
@@ -286,17 +294,25 @@ def tune_experts(gate_up, down, tokens, top_k, num_shared, repeats=5):
         weights = torch.full((tokens, top_k), 1 / top_k, device=device)
         times = {}
         for product in ("library", "streamed"):
-            fast_experts(x, ids, weights, gate_up, down, num_shared, product)
-            graph = torch.cuda.CUDAGraph()  # as it will run: launches cost nothing
-            with torch.cuda.graph(graph):
-                for _ in range(repeats):
-                    fast_experts(x, ids, weights, gate_up, down, num_shared, product)
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            graph.replay()
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times[product] = begin.elapsed_time(end)
+            try:
+                times[product] = _time_experts(lambda: fast_experts(x, ids, weights, gate_up, down, num_shared, product), repeats)
+            except RuntimeError as error:  # a library that cannot be captured
+                print(f"{product} experts cannot be captured: {str(error).splitlines()[0]}")
         _fastest[key] = min(times, key=times.get)
     return _fastest.get(key, "library")
+
+
+def _time_experts(run, repeats):
+    """Milliseconds of ``repeats`` calls in a CUDA graph, as they will run: launches cost nothing there."""
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            run()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    graph.replay()
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)

@@ -13,7 +13,7 @@ from .sampling import SamplingParams, sample
 from .scheduler import Request
 
 GRAPH_RESERVE = 512 << 20  # bytes kept back for captured graphs and what the allocator cannot use
-BUCKETS = (1, 2, 4, 8, *range(16, 1025, 16))  # rows of a captured decode
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)  # rows of a captured decode
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class DecodeGraph:
         self.holders = []  # (request, preemptions, pages) of the rows that the device's table shows
         # A workspace of its own: one that grew for another size would leave this graph with freed memory.
         self.workspace = type(runner.backend.workspace)(device) if hasattr(runner.backend, "workspace") else None
-        self.context = ServingContext(runner.model, runner.backend.with_workspace(self.workspace), runner.cache)
+        self.context = runner.context.using(runner.backend.with_workspace(self.workspace))
         moe, c = runner.model.blocks[-1].mlp if runner.spec.latent else runner.model.blocks[-1].moe, runner.spec.config
         self.experts = tune_experts(moe.gate_up, moe.down, size, c.top_k, getattr(c, "num_shared", 0))
         stream = torch.cuda.Stream(device)

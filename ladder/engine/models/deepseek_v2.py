@@ -149,7 +149,9 @@ class LatentAttention(nn.Module):
 
     def values(self, out):
         """Attention over latents (T, H, 512) as values (T, H, 128)."""
-        return torch.bmm(out.transpose(0, 1), self.v_up.transpose(1, 2)).transpose(0, 1)
+        values = out.new_empty(*out.shape[:2], self.config.v_dim)  # written in place: the next product wants tokens outermost
+        torch.bmm(out.transpose(0, 1), self.v_up.transpose(1, 2), out=values.transpose(0, 1))
+        return values
 
     def expand(self, latent):
         """Keys (T, H, 192) and values (T, H, 128) of cached rows (T, 576)."""
