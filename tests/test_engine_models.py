@@ -311,7 +311,7 @@ def trained(tmp_path_factory):
     arguments = [
         "--minutes", "5", "--steps", "30", "--config", json.dumps(SMALL), "--batch-tokens", "512", "--short", "32", "--warmup", "5",
         "--log-every", "5", "--evaluate-tokens", "1024", "--device", "cpu", "--corpus", str(quality.__file__).rsplit("/engine/", 1)[0],
-        "--out", str(out),
+        "--keep-state", "--out", str(out),
     ]  # fmt: skip
     assert train(arguments) == 0
     return out, arguments

@@ -8,13 +8,14 @@ the last third of the time of 4,096; bfloat16 products on float32 master weights
     routing_trace.npz         the experts that held-out tokens chose, as ``dspark_mini.trace`` reads them
     tiny_moe_qkv.safetensors  attention inputs of three layers on held-out text, as ``ladder.lab.problem`` reads them
 
-A time limit, Ctrl-C and a second call with the same DIR are all fine: the state is kept in DIR/state.pt.
+Ctrl-C leaves results of what was learnt so far, marked as unfinished, and DIR/state.pt, from which ``--resume`` goes on.
 """
 
 import argparse
 import json
 import math
 import platform
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -174,11 +175,12 @@ class Run:
     def write(self):
         """Everything that DIR gets; the weights are those of the best evaluation."""
         out = Path(self.args.out)
-        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
-                    "generator": self.generator.get_state().cpu(), "best": self.best,
-                    **{k: getattr(self, k) for k in ("step", "tokens", "seconds", "curve", "evaluations")}}, out / "state.pt")  # fmt: skip
-        self.model.load_state_dict(self.best[1])
         finished = self.progress >= 1.0 and not self.stopped
+        if not finished or self.args.keep_state:
+            torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
+                        "generator": self.generator.get_state().cpu(), "best": self.best,
+                        **{k: getattr(self, k) for k in ("step", "tokens", "seconds", "curve", "evaluations")}}, out / "state.pt")  # fmt: skip
+        self.model.load_state_dict(self.best[1])
         save(self.model, out / "tiny_moe.safetensors", held_out_bits_per_byte=f"{self.best[0]:.4f}")
         stored = {k: v.half().to(v) for k, v in self.best[1].items()}
         self.model.load_state_dict(stored)  # what readers will load
@@ -189,7 +191,7 @@ class Run:
         record = {
             "finished": finished,
             "command": "python -m ladder.engine.train_tiny_moe",
-            "settings": {k: v for k, v in vars(self.args).items() if k not in ("out", "resume")},
+            "settings": {k: v for k, v in vars(self.args).items() if k not in ("out", "resume", "keep_state", "install")},
             "optimizer": {"name": "AdamW", "betas": BETAS, "weight_decay": WEIGHT_DECAY, "clip": CLIP, "schedule": "cosine over the run"},
             "machine": {"gpu": torch.cuda.get_device_name() if self.device.type == "cuda" else None,
                         "torch": torch.__version__, "python": platform.python_version()},
@@ -236,6 +238,32 @@ class Run:
             setattr(self, name, state[name])
 
 
+def install(out):
+    """Put the results of a finished run where the repository keeps them.
+
+    Raises:
+        FileNotFoundError: one of them is missing. ValueError: the run did not finish, or the weights are over 16 MB.
+    """
+    root = Path(__file__).resolve().parents[2]
+    places = {
+        "tiny_moe.safetensors": "ladder/engine/data/tiny_moe.safetensors",
+        "tiny_moe_training.json": "ladder/engine/data/tiny_moe_training.json",
+        "tiny_moe_qkv.safetensors": "ladder/lab/data/tiny_moe_qkv.safetensors",
+        "routing_trace.npz": "dspark_mini/data/tiny_moe_trace.npz",
+    }
+    for name in places:
+        if not (Path(out) / name).is_file():
+            raise FileNotFoundError(f"training: no {name} in {out}; want the folder of a run")
+    if not json.loads((Path(out) / "tiny_moe_training.json").read_text())["finished"]:
+        raise ValueError(f"training: the run in {out} did not finish; go on with --resume")
+    if (Path(out) / "tiny_moe.safetensors").stat().st_size > 16_000_000:
+        raise ValueError("training: the weights are over 16 MB; want a smaller model")
+    for name, place in places.items():
+        (root / place).parent.mkdir(exist_ok=True)
+        shutil.copyfile(Path(out) / name, root / place)
+        print(f"{name} -> {place}")
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m ladder.engine.train_tiny_moe", description=__doc__.split("\n\n")[0])
     parser.add_argument("--minutes", type=float, default=3.0, help="length of the run; the schedule follows it (default 3)")
@@ -252,11 +280,19 @@ def main(argv=None):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log-every", type=int, default=20, help="steps between points of the loss curve")
     parser.add_argument("--evaluate-tokens", type=int, default=1 << 20, help="held-out tokens of an evaluation, at most")
+    parser.add_argument("--keep-state", action="store_true", help="keep DIR/state.pt after a finished run too")
+    parser.add_argument("--install", action="store_true", help="train nothing: copy the results in DIR to their places in the repository")
     parser.add_argument("--resume", action="store_true", help="go on from DIR/state.pt")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: cuda was asked for, and PyTorch sees no GPU")
     out = Path(args.out)
+    if args.install:
+        try:
+            install(out)
+        except (FileNotFoundError, ValueError) as error:
+            parser.error(str(error))
+        return 0
     out.mkdir(parents=True, exist_ok=True)
     state = out / "state.pt"
     if args.resume and not state.is_file():
