@@ -63,6 +63,8 @@ RUNGS = (
          _MODEL_SHAPES | {"paged"}, needs_triton=True, max_head_dim=256),
     Rung(7, "step07_dflash1", "DFlash v1", "what an MoE server runs: packed groups, MLA, ragged chunks, tokens by expert",
          _MODEL_SHAPES | {"ragged", "paged", "mla", "expert_groups"}, needs_triton=True, max_head_dim=256),
+    Rung(8, "step08_dflash2", "DFlash v2", "each query range visits its own keys; fused with what surrounds it, for production",
+         _MODEL_SHAPES | {"ragged", "paged", "mla", "windows", "fusion"}, needs_triton=True, max_head_dim=256),
 )  # fmt: skip
 
 

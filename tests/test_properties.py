@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ladder.rungs import RUNGS, find
 
-CLIMBED = [rung for rung in RUNGS if rung.number <= 5]
+CLIMBED = [rung for rung in RUNGS if rung.number <= 5 or rung.number == 8]
 INTERPRETED = DEVICE.type == "cpu"
 
 

@@ -223,6 +223,8 @@ def device_code(q, module="prefill_kernel"):
     """
     device_type = q.device.type
     if device_type != "cuda":
+        if device_type == "meta":
+            raise ValueError(f"{RUNG}: q is on meta; want a tensor with elements, on a CUDA device or a CPU")
         if device_type != "cpu" or not interpreting() or q.dtype == torch.bfloat16:
             return None
     try:
@@ -296,7 +298,7 @@ def _launch(
         tokens = most_tokens
     config = launch_config(
         head_dim, head_dim_v, q.element_size(), arch(q.device), page_size, ragged, group, tokens, most_tokens,
-        windows is not None or softcap > 0,
+        0 if windows is None else len(windows), softcap > 0,
     )  # fmt: skip
     block_t = config["BLOCK_M"] // config["PACK"]
     if ragged:

@@ -10,7 +10,9 @@ RUNG = "step08_dflash2"
 
 
 @functools.lru_cache(maxsize=4096)
-def launch_config(head_dim, head_dim_v, itemsize, arch, page_size=0, ragged=False, group=1, tokens=None, most_tokens=None, extras=False):
+def launch_config(
+    head_dim, head_dim_v, itemsize, arch, page_size=0, ragged=False, group=1, tokens=None, most_tokens=None, num_ranges=0, softcap=False
+):  # fmt: skip
     """Launch parameters of ``dflash2_prefill``: step 07's measured tiles, fitted to short chunks and to masks.
 
     Args:
@@ -19,22 +21,31 @@ def launch_config(head_dim, head_dim_v, itemsize, arch, page_size=0, ragged=Fals
         group: query heads of a KV head.
         tokens: new tokens of a sequence, or their mean where sequences differ; None when unknown.
         most_tokens: an upper bound of it that the host knows; None when it does not.
-        extras: windows or a softcap, whose values take registers.
+        num_ranges: of the windows; 0 without. softcap: whether there is one.
 
     Returns:
         A dict of the kernel's compile-time arguments; do not change it, calls share it.
     """
-    config = prefill_config(head_dim, head_dim_v, itemsize, arch, page_size, ragged)
-    if extras and itemsize == 2 and arch == 90 and config["BLOCK_N"] == 128 and head_dim > 64:
-        config.update(BLOCK_N=64)
+    config = prefill_config(head_dim, head_dim_v, itemsize, arch, 0, ragged)
+    small = 64 if softcap or num_ranges > 1 else 128  # they take registers, which tiles of 128 keys leave none of
+    if page_size and itemsize == 2:
+        # A page of 16 is no reason for tiles of 16 keys, which rescale the output four times as often as tiles of 64: a
+        # tile looks up the page of each of its keys instead. One stage of loads is that lookup.
+        config["num_stages"] += 1
+        small = 32 if softcap and config["BLOCK_D"] + config["TAIL_D"] > 192 else 64
+    elif page_size:
+        config["BLOCK_N"] = prefill_config(head_dim, head_dim_v, itemsize, arch, page_size, ragged)["BLOCK_N"]
+    config["BLOCK_N"] = min(config["BLOCK_N"], small)
     pack = 1
     if tokens is not None and tokens <= config["BLOCK_M"]:
         # A chunk shorter than a tile fills it with the heads of its group, which then load K and V together.
         pack = next(p for p in range(min(group, config["BLOCK_M"]), 0, -1) if group % p == 0)
     if most_tokens is not None and most_tokens * pack < config["BLOCK_M"]:
         block_m = max(16, 1 << (most_tokens * pack - 1).bit_length()) if most_tokens else 16
-        if block_m < config["BLOCK_M"]:
-            config.update(BLOCK_M=block_m, num_warps=4)
+        if block_m <= 32:  # few rows: memory binds, so small programs with more loads under way
+            config.update(BLOCK_M=block_m, BLOCK_N=min(config["BLOCK_N"], 32), num_warps=4, num_stages=config["num_stages"] + (itemsize == 2))
+        elif block_m < config["BLOCK_M"]:
+            config.update(BLOCK_M=block_m, BLOCK_N=min(config["BLOCK_N"], 64), num_warps=4)
     return {**config, "PACK": pack}
 
 
@@ -81,7 +92,7 @@ def explain(
     lines.append(f"Kernel: dflash2_prefill, portable Triton, on {where}" + (f", because the sm_90 kernel has no case for it: {why}." if why else "."))
     config = launch_config(
         p.D, p.Dv, q.element_size(), major, page_size, ragged, p.Hq // p.Hkv, p.Sq, None if ragged else p.Sq,
-        windows is not None or softcap > 0,
+        0 if windows is None else len(windows), softcap > 0,
     )  # fmt: skip
     pack, block_m, block_n = config["PACK"], config["BLOCK_M"], config["BLOCK_N"]
     block_t = block_m // pack
