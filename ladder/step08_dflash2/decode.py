@@ -404,13 +404,13 @@ def decode_config(head_dim, head_dim_v, rows, page_size, itemsize, arch, latent=
     else:
         block_n, num_warps, num_stages = (64 if widest <= 128 else 32), 4, 4 if arch == 90 else 3
     block_n = _fit_page(block_n, page_size)
-    if page_size % block_n and num_stages > 1:
-        num_stages += 1  # a lookup for every key, which the loads wait for
+    if page_size % block_n and num_stages > 1:  # a lookup for every key: another stage, and twice the registers for addresses
+        block_n, num_stages = min(block_n, 32), num_stages + 1
     return dict(
         BLOCK_D=block_d, TAIL_D=tail_d, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_N=block_n,
         PRECISION="ieee" if itemsize == 4 else "tf32", num_warps=num_warps, num_stages=num_stages,
         programs_per_sm=programs_per_sm, most_per_sm=most_per_sm, min_split_keys=MIN_SPLIT_KEYS,
-        merge_registers=64 if widest <= 256 else 32, schedule_apart=widest > 256 and block_m == 64,
+        merge_registers=64 if block_m == 16 and widest <= 256 else 32, schedule_apart=widest > 256 and block_m > 16,
     )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ def decode_compile_cases(shared_memory_bytes, capability, *, thorough=False):
         cases += [(d, dv, 3, 3, page, 5, t, {}) for d, dv in sizes for t in (BF16, FP32) for page in (16, 64)]
     launches, kernels = [], ("dflash2_decode", "dflash2_schedule")
     patches = {name: recorder(launches, getattr(decode_kernel, name)) for name in kernels}
-    for d, dv, group, q_len, page, batch, dtype, options in cases:
+    for d, dv, group, q_len, page, batch, dtype, given in cases:
         latent = d > 256
         kv_heads = 1 if latent else 8
         q = torch.empty(batch, q_len, group * kv_heads, d, dtype=dtype)
@@ -44,7 +44,7 @@ def decode_compile_cases(shared_memory_bytes, capability, *, thorough=False):
         v_cache = k_cache[..., :dv] if latent else torch.empty(5, page, kv_heads, dv, dtype=dtype)
         table, lengths = torch.zeros(batch, -(-32768 // page), dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
         out, lse = torch.empty(*q.shape[:3], dv, dtype=dtype), torch.empty(batch, q.shape[2], q_len)
-        options = {**dict(right=0, scale=0.07, windows=None, softcap=0.0, num_kv_splits=None), **options}
+        options = {**dict(right=0, scale=0.07, windows=None, softcap=0.0, num_kv_splits=None), **given}
         options["sinks"] = torch.empty(q.shape[2]) if options.get("sinks") else None
         with (
             mock.patch.multiple(decode_kernel, **patches),
@@ -54,7 +54,7 @@ def decode_compile_cases(shared_memory_bytes, capability, *, thorough=False):
         ):
             decode._launch_decode(q, k_cache, v_cache, table, lengths, out, lse if q_len == 1 else None, latent=latent, **options)
         size = f"d{d}" if d == dv else f"d{d}/{dv}"
-        extras = "".join(f" {name}" for name in ("windows", "softcap", "sinks") if options[name])
+        extras = "".join(f" {name}" for name in ("windows", "softcap", "sinks") if given.get(name))
         splits = "" if options["num_kv_splits"] is None else f" splits {options['num_kv_splits']}"
         for function, args, kwargs in launches:
             tiles = f" {kwargs['BLOCK_M']}x{kwargs['BLOCK_N']}" if "BLOCK_M" in kwargs else ""

@@ -318,6 +318,7 @@ def dflash2_decode(
 
     position = length - q_len + token
     row_sink, row_left = dflash2_limits(position, length, windows_ptr, NUM_RANGES)
+    row_low, row_last = position - row_left, position + right
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -340,9 +341,9 @@ def dflash2_decode(
             live = live & ((key >= low) | (key < sink_end))
         visible = live[None, :]
         if NUM_RANGES > 0:
-            visible = visible & ((key[None, :] >= (position - row_left)[:, None]) | (key[None, :] < row_sink[:, None]))
+            visible = visible & ((key[None, :] >= row_low[:, None]) | (key[None, :] < row_sink[:, None]))
         if LIMIT_RIGHT:
-            visible = visible & (key[None, :] <= (position + right)[:, None])
+            visible = visible & (key[None, :] <= row_last[:, None])
         if PAGE_SIZE % BLOCK_N == 0:  # the tile lies in one page, looked up a tile ahead: its keys do not wait for it
             page = next_page.to(tl.int64)
             after = (tile + 1 + tl.where(tile + 1 >= sink_tiles, gap, 0)) * BLOCK_N
