@@ -8,13 +8,14 @@ counts: one kernel streams them once and finishes in the same launch. Above, it 
 """
 
 import math
-import os
 
 import torch
 
 from ladder.contract import FLOATS, check_flag, check_integer, check_no_overlap
 from ladder.step06_paged.attention import processors
 from ladder.step07_dflash1 import DecodeWorkspace
+
+from .attention import device_code
 
 RUNG = "step08_dflash2"
 FEW_TOKENS = 64  # rows up to which one launch does product and epilogue; one tile of rows, so the weight is read once
@@ -181,7 +182,7 @@ def fused_qkv_rope_append(
         x, weight_qkv, bias, q_norm_weight, k_norm_weight, cos, sin, positions, slot_mapping, k_cache, v_cache, out,
         num_heads, norm_eps, interleaved, fused,
     )  # fmt: skip
-    if torch.compiler.is_compiling():
+    if _as_operator():
         torch.ops.ladder.dflash2_qkv_rope_append(*arguments)
     else:
         _qkv_rope_append(*arguments, workspace)
@@ -243,7 +244,7 @@ def fused_mla_append(
     arguments = (
         x, weight, kv_norm_weight, cos, sin, positions, slot_mapping, latent_cache, q_pe, q_nope, out, norm_eps, interleaved, fused,
     )  # fmt: skip
-    if torch.compiler.is_compiling():
+    if _as_operator():
         torch.ops.ladder.dflash2_mla_append(*arguments)
     else:
         _mla_append(*arguments, workspace)
@@ -332,7 +333,7 @@ def fused_norm_router(
         x, residual, norm_weight, gate_weight, correction_bias, top_k, eps, scoring == "sigmoid", num_groups, topk_groups,
         top2, renormalize, scaling, fused,
     )  # fmt: skip
-    if torch.compiler.is_compiling():
+    if _as_operator():
         results = torch.ops.ladder.dflash2_norm_router(*arguments)
     else:
         results = _norm_router(*arguments, workspace)
@@ -357,7 +358,7 @@ def fused_add_norm(x, residual, norm_weight, *, eps=1e-6):
     _check_hidden(x)
     eps = _check_number("eps", eps)
     _check_no_grad(x, residual, norm_weight)
-    run = torch.ops.ladder.dflash2_add_norm if torch.compiler.is_compiling() else _add_norm
+    run = torch.ops.ladder.dflash2_add_norm if _as_operator() else _add_norm
     normed, residual_out = run(x, residual, norm_weight, eps)
     return normed, x if residual is None else residual_out
 
@@ -390,12 +391,13 @@ def _qkv_rope_append(
         if tokens <= FEW_TOKENS if fused is None else fused:
             config = projection_config(tokens, units, head_dim, hidden, x.element_size(), processors(x.device))
             row_tiles = -(-tokens // config["BLOCK_T"])
-            programs = row_tiles * units * config["TILES"] * config["SPLITS"]
-            partials, counters = _scratch(workspace, x, config, tokens * units * head_dim, row_tiles * units)
+            splits = config.pop("splits")
+            programs = row_tiles * units * config["TILES"] * splits
+            partials, counters = _scratch(workspace, x, splits, config["TILES"], tokens * units * head_dim, row_tiles * units)
             kernels.dflash2_qkv_rope_append[(programs,)](
                 x, weight, bias, q_norm, k_norm, cos, sin, positions, slots, out, k_cache, v_cache, partials, counters,
                 *x.stride(), *weight.stride(), *places,
-                tokens, hidden, _per_split(hidden, config), row_tiles, num_heads, num_kv_heads, *cache,
+                tokens, hidden, _per_split(hidden, splits, config), splits, row_tiles, num_heads, num_kv_heads, *cache,
                 HEAD_DIM=head_dim, **rotation, **config,
             )  # fmt: skip
         else:
@@ -431,26 +433,26 @@ def _mla_append(
     with torch.cuda.device_of(x):
         if weight is not None and not (tokens <= FEW_TOKENS if fused is None else fused):
             x, weight = torch.nn.functional.linear(x, weight), None
-        inner = x.shape[1]
+        inner, per_split, splits, partials, counters, weight_strides = x.shape[1], 0, 1, None, None, (0, 0)
         if weight is None:
-            config = dict(TILES=1, SPLITS=0, BLOCK_T=max(1, 2048 // _power(rank)), BLOCK_N=16, BLOCK_K=16, FINISH_T=1,
-                          EVEN=False, PRECISION="ieee", num_warps=4, num_stages=1)  # fmt: skip
-            per_split, partials, counters, weight_strides = 0, None, None, (0, 0)
+            config = dict(TILES=1, BLOCK_T=max(1, 2048 // _power(rank)), BLOCK_N=16, BLOCK_K=16, FINISH_T=1, EVEN=False,
+                          PRECISION="ieee", num_warps=4, num_stages=1)  # fmt: skip
         else:
             config = projection_config(tokens, 1, rank + rot_dim, inner, x.element_size(), processors(x.device))
-            row_tiles = -(-tokens // config["BLOCK_T"])
-            per_split, weight_strides = _per_split(inner, config), weight.stride()
-            partials, counters = _scratch(workspace, x, config, tokens * (rank + rot_dim), row_tiles)
+            splits = config.pop("splits")
+            per_split, weight_strides = _per_split(inner, splits, config), weight.stride()
         row_tiles = -(-tokens // config["BLOCK_T"])
+        if weight is not None:
+            partials, counters = _scratch(workspace, x, splits, config["TILES"], tokens * (rank + rot_dim), row_tiles)
         block_q = max(1, min(16, 4096 // _power(max(nope, rot_dim))))
-        latent_programs = row_tiles * config["TILES"] * max(config["SPLITS"], 1)
+        latent_programs = row_tiles * config["TILES"] * splits
         kernels.dflash2_mla_append[(latent_programs + -(-tokens * num_heads // block_q),)](
             x, weight, norm, cos, sin, positions, slots, latent_cache, q_pe, q_nope, out, partials, counters,
             *x.stride(), *weight_strides, *latent_cache.stride(), *q_pe.stride(),
             *(q_nope.stride() if nope else (0, 0, 0)), *out.stride(),
-            tokens, num_heads, inner, per_split, row_tiles, cos.shape[0], num_slots, latent_cache.shape[1], eps,
+            tokens, num_heads, inner, per_split, splits, row_tiles, cos.shape[0], num_slots, latent_cache.shape[1], eps,
             RANK=rank, BLOCK_R=_power(rank), ROT=rot_dim, HALF=_power(rot_dim // 2), INTERLEAVED=interleaved,
-            NOPE=nope, BLOCK_NOPE=_power(max(nope, 1)), BLOCK_Q=block_q, **config,
+            NOPE=nope, BLOCK_NOPE=_power(max(nope, 1)), BLOCK_Q=block_q, PROJECT=weight is not None, **config,
         )  # fmt: skip
 
 
@@ -482,12 +484,13 @@ def _norm_router(
     config = router_config(tokens, num_experts, hidden, num_groups, gate.element_size(), gate.dtype == x.dtype, one_launch,
                            processors(x.device))  # fmt: skip
     row_tiles = -(-tokens // config["BLOCK_T"])
-    partials, counters = _scratch(workspace, x, config, tokens * num_experts, row_tiles)
+    splits = config.pop("splits")
+    partials, counters = _scratch(workspace, x, splits, config["TILES"], tokens * num_experts, row_tiles)
     with torch.cuda.device_of(x):
-        kernels.dflash2_norm_router[(row_tiles * config["TILES"] * config["SPLITS"],)](
+        kernels.dflash2_norm_router[(row_tiles * config["TILES"] * splits,)](
             source, residual, norm, gate, bias, normed, residual_out, weights, ids, counts, partials, counters,
             *source.stride(), *(residual.stride() if residual is not None else (0, 0)), *gate.stride(),
-            tokens, hidden, _per_split(hidden, config), row_tiles, num_experts, eps, scaling,
+            tokens, hidden, _per_split(hidden, splits, config), splits, row_tiles, num_experts, eps, scaling,
             NORM=one_launch, ONE_TILE=one_launch, TOPK_GROUPS=topk_groups, TOP_K=top_k, BLOCK_TOPK=_power(top_k),
             SIGMOID=sigmoid, TOP2=top2, RENORMALIZE=renormalize, **config,
         )  # fmt: skip
@@ -533,7 +536,7 @@ def projection_config(tokens, units, unit_columns, inner, itemsize, num_processo
     while splits < most and tiles * units * splits < 2 * num_processors and inner >= 4 * splits * block_k:
         splits *= 2
     return dict(
-        TILES=tiles, SPLITS=splits, BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_K=block_k,
+        splits=splits, TILES=tiles, BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_K=block_k,
         FINISH_T=max(1, min(block_t, 2048 // _power(unit_columns))), EVEN=inner % block_k == 0,
         PRECISION="tf32" if itemsize == 2 else "ieee", num_warps=4, num_stages=(4 if block_t <= 32 else 3) if itemsize == 2 else 2,
     )  # fmt: skip
@@ -542,7 +545,7 @@ def projection_config(tokens, units, unit_columns, inner, itemsize, num_processo
 def pass_config(tokens, units, head_dim, num_processors):
     """Tiles of the pass behind a library's product: 2048 elements, and as many heads in turn as leave four programs for each
     processor, because heads share the angles."""
-    block_t = max(1, min(16, _power(tokens), 2048 // _power(head_dim)))
+    block_t = max(1, min(16, 2048 // _power(head_dim)))
     tiles = -(-tokens // block_t)
     return dict(BLOCK_T=block_t, heads_in_turn=max(1, min(8, tiles * units // (4 * num_processors))), num_warps=4)
 
@@ -555,13 +558,9 @@ def router_config(tokens, num_experts, hidden, num_groups, itemsize, same_dtype,
     """
     wide, every = itemsize == 4, max(16, _power(num_experts))
     most_t, most_e = (32, 64) if wide and same_dtype else (64, 128) if wide else (64, 256)
-    block_t, block_e = 16, min(64, every)
+    block_t, block_e = (most_t, min(most_e, every)) if tokens > 512 else (16, min(64, every))
     if one_launch:
         block_t = max(16, _power(tokens))  # one tile of rows: who finishes it knows the counts
-    elif tokens > FEW_TOKENS:
-        block_e = min(most_e, every)
-        while block_t < most_t and 2 * -(-tokens // block_t) * -(-num_experts // block_e) > num_processors:
-            block_t *= 2
     block_k = min(32 if wide else 128 if block_t * block_e <= 2048 else 64, max(16, _power(hidden)))
     row_tiles, tiles, splits = -(-tokens // block_t), -(-num_experts // block_e), 1
     while splits < 16 and 2 * row_tiles * tiles * splits <= num_processors and hidden >= 2 * splits * block_k:
@@ -569,7 +568,7 @@ def router_config(tokens, num_experts, hidden, num_groups, itemsize, same_dtype,
     per_group = num_experts // num_groups
     block_g, block_p = _power(num_groups), _power(per_group)
     return dict(
-        TILES=tiles, SPLITS=splits, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_K=block_k,
+        splits=splits, TILES=tiles, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_K=block_k,
         FINISH_T=max(1, min(block_t, 2048 // (block_g * block_p))),
         GROUPS=num_groups, BLOCK_G=block_g, PER_GROUP=per_group, BLOCK_P=block_p,
         # A 16-bit number is a TF32 one, or nearly: three TF32 products hold all of float32's that is left.
@@ -578,20 +577,20 @@ def router_config(tokens, num_experts, hidden, num_groups, itemsize, same_dtype,
     )  # fmt: skip
 
 
-def _per_split(inner, config):
+def _per_split(inner, splits, config):
+    """Inner columns of a split, a multiple of the tile."""
     tile = config["BLOCK_K"]
-    return -(-(-(-inner // config["SPLITS"])) // tile) * tile
+    return -(-(-(-inner // splits)) // tile) * tile
 
 
-def _scratch(workspace, x, config, elements, counters):
-    """Float32 partial sums and zeroed counters of a launch, out of ``workspace`` or new."""
-    elements *= config["SPLITS"]
-    needs_counters = config["SPLITS"] * config.get("TILES", 1) > 1
-    if workspace is None:
-        partials = x.new_empty(elements, dtype=torch.float32)
-        return partials, x.new_zeros(counters, dtype=torch.int32) if needs_counters else None
-    workspace.reserve(elements, counters)
-    return workspace.partials, workspace.counters if needs_counters else None
+def _scratch(workspace, x, splits, tiles, elements, counters):
+    """Float32 partial sums and counters of a launch, out of ``workspace`` or new; zeroed counters, if any will be counted."""
+    elements *= splits
+    if workspace is not None:
+        workspace.reserve(elements, counters)
+        return workspace.partials, workspace.counters
+    partials = x.new_empty(elements, dtype=torch.float32)
+    return partials, x.new_zeros(counters, dtype=torch.int32) if splits * tiles > 1 else partials.view(torch.int32)
 
 
 def _rotation(cos, head_dim, interleaved):
@@ -738,26 +737,19 @@ def _output(name, out, x, shape):
 
 
 def _kernels(x):
-    """The module of kernels, imported on first use; None on a CPU without the interpreter: PyTorch computes there."""
-    if x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0").lower() not in ("1", "true", "on", "yes", "y"):
-        return None
-    if x.device.type not in ("cuda", "cpu"):
-        raise ValueError(f"{RUNG}: x is on {x.device}; want a CUDA or CPU tensor")
-    try:
-        from triton.runtime.interpreter import InterpretedFunction
-    except ImportError as error:
-        raise ImportError(f"{RUNG}: needs Triton on a GPU and in its interpreter (pip install triton)") from error
-    from . import fusion_kernel
-
-    interpreted = isinstance(fusion_kernel.dflash2_norm_router, InterpretedFunction)
-    if x.device.type == "cpu" and not interpreted:
-        return None
-    if interpreted and x.dtype == torch.bfloat16:
-        raise ValueError(f"{RUNG}: x has dtype bfloat16, which Triton's interpreter multiplies wrongly; want float16 or float32")
-    return fusion_kernel
+    """The module of kernels, or None where PyTorch computes, as in ``attention.device_code``."""
+    return device_code(x, "fusion_kernel")
 
 
 # Custom operators, so that torch.compile(fullgraph=True) sees one opaque call
+
+
+def _as_operator():
+    """Whether somebody traces: torch.compile, or a dispatch mode (fake tensors, make_fx, counters of operations).
+
+    Otherwise the launch is called directly: the operator's wrapping costs more than a small kernel takes.
+    """
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 @torch.library.custom_op("ladder::dflash2_qkv_rope_append", mutates_args=("k_cache", "v_cache", "out"))

@@ -8,6 +8,9 @@ adds the partial sums in a fixed order and finishes the unit: norm, rotation, ca
 import triton
 import triton.language as tl
 
+# What changes from call to call: its value must not make another kernel.
+ANY_LENGTH = ["tokens", "splits", "row_tiles", "max_positions", "num_slots", "page_size", "heads_in_turn", "scaling", "eps"]
+
 
 @triton.jit
 def dflash2_partial_product(
@@ -40,50 +43,49 @@ def dflash2_partial_product(
 
 
 @triton.jit
-def dflash2_last_to_arrive(counters_ptr, index, WANTED: tl.constexpr):
-    """Whether this program is the last of WANTED; the counter is then 0 again, ready for the next launch."""
+def dflash2_last_to_arrive(counters_ptr, index, wanted):
+    """Whether this program is the last of ``wanted``; the counter is then 0 again, ready for the next launch."""
     tl.debug_barrier()  # every warp has stored before one thread announces it
-    if WANTED == 1:
-        last = tl.full([], 1, tl.int1)  # nobody to wait for: no counter, so nobody has to zero one
-    else:
-        last = tl.atomic_add(counters_ptr + index, 1, sem="acq_rel", scope="gpu") == WANTED - 1
+    last = wanted == 1  # nobody to wait for: no counter, so nobody has to zero one
+    if not last:
+        last = tl.atomic_add(counters_ptr + index, 1, sem="acq_rel", scope="gpu") == wanted - 1
         if last:
             tl.store(counters_ptr + index, 0)
     return last
 
 
 @triton.jit
-def dflash2_gather(ptr, offsets, mask, stride_split, SPLITS: tl.constexpr):
-    """The float32 values at ``offsets``: one load, or the sum of SPLITS partial sums, always in the same order."""
-    if SPLITS == 0:
+def dflash2_gather(ptr, offsets, mask, stride_split, splits, PARTIAL: tl.constexpr):
+    """The float32 values at ``offsets``: one load, or with PARTIAL the sum of the splits, always in the same order."""
+    if not PARTIAL:
         x = tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     else:
-        AT_ONCE: tl.constexpr = 4 if SPLITS > 4 else SPLITS  # loads in flight: more would not fit the registers
         x = tl.zeros(mask.shape, tl.float32)
-        for first in range(0, SPLITS, AT_ONCE):
-            for split in tl.static_range(AT_ONCE):
+        for first in range(0, splits, 4):  # four loads in flight: more would not fit the registers
+            for split in tl.static_range(4):
                 ptrs = ptr + (first + split) * stride_split + offsets
-                x += tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")  # past L1, which never saw the other programs
+                # Past L1, which never saw what the other programs stored.
+                x += tl.load(ptrs, mask=mask & (first + split < splits), other=0.0, cache_modifier=".cg")
     return x
 
 
 @triton.jit
 def dflash2_load_pairs(
-    ptr, row_offsets, row_ok, first, stride_c, stride_split,
-    ROT: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, SPLITS: tl.constexpr,
+    ptr, row_offsets, row_ok, first, stride_c, stride_split, splits,
+    ROT: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """(a, b), both (rows, HALF) float32: what the rotation turns into each other, columns first .. first + ROT."""
     if INTERLEAVED:  # neighbours: loaded side by side, then told apart
         column = tl.arange(0, 2 * HALF)
         offsets = row_offsets[:, None] + (first + column).to(tl.int64)[None, :] * stride_c
-        both = dflash2_gather(ptr, offsets, row_ok[:, None] & (column < ROT)[None, :], stride_split, SPLITS)
+        both = dflash2_gather(ptr, offsets, row_ok[:, None] & (column < ROT)[None, :], stride_split, splits, PARTIAL)
         a, b = tl.split(tl.reshape(both, [both.shape[0], HALF, 2]))
     else:
         column = tl.arange(0, HALF)
         mask = row_ok[:, None] & (column < ROT // 2)[None, :]
         offsets = row_offsets[:, None] + (first + column).to(tl.int64)[None, :] * stride_c
-        a = dflash2_gather(ptr, offsets, mask, stride_split, SPLITS)
-        b = dflash2_gather(ptr, offsets + tl.cast(ROT // 2, tl.int64) * stride_c, mask, stride_split, SPLITS)
+        a = dflash2_gather(ptr, offsets, mask, stride_split, splits, PARTIAL)
+        b = dflash2_gather(ptr, offsets + tl.cast(ROT // 2, tl.int64) * stride_c, mask, stride_split, splits, PARTIAL)
     return a, b
 
 
@@ -147,19 +149,19 @@ def dflash2_cache_rows(slots_ptr, token, token_ok, num_slots, page_size, stride_
 
 @triton.jit
 def dflash2_finish_head(
-    src_ptr, row_offsets, stride_c, stride_split, bias_ptr, q_norm_ptr, k_norm_ptr, cos, sin,
+    src_ptr, row_offsets, stride_c, stride_split, splits, bias_ptr, q_norm_ptr, k_norm_ptr, cos, sin,
     q_ptr, k_ptr, v_ptr, slots_ptr, token, token_ok, unit,
     stride_qt, stride_qh, stride_qd, stride_kp, stride_ks, stride_kh, stride_kd, stride_vp, stride_vs, stride_vh, stride_vd,
     num_heads, num_kv_heads, num_slots, page_size, eps,
-    HEAD_DIM: tl.constexpr, ROT: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROT: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """One head of some tokens: (bias,) norm, rotation, and to q, or to its slot of the cache."""
     first = unit * HEAD_DIM
-    a, b = dflash2_load_pairs(src_ptr, row_offsets, token_ok, first, stride_c, stride_split, ROT, HALF, INTERLEAVED, SPLITS)
+    a, b = dflash2_load_pairs(src_ptr, row_offsets, token_ok, first, stride_c, stride_split, splits, ROT, HALF, INTERLEAVED, PARTIAL)
     other = tl.arange(0, REST)
     rest_ok = token_ok[:, None] & (other < HEAD_DIM - ROT)[None, :]
     offsets = row_offsets[:, None] + (first + ROT + other).to(tl.int64)[None, :] * stride_c
-    rest = dflash2_gather(src_ptr, offsets, rest_ok, stride_split, SPLITS)
+    rest = dflash2_gather(src_ptr, offsets, rest_ok, stride_split, splits, PARTIAL)
     if bias_ptr is not None:
         pair = tl.arange(0, HALF)
         step: tl.constexpr = 2 if INTERLEAVED else 1
@@ -197,7 +199,7 @@ def dflash2_finish_head(
         tl.store(v_ptr + rows[:, None] + columns, rest.to(v_ptr.dtype.element_ty), mask=rest_ok & write[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY_LENGTH)
 def dflash2_rope_append(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, q_ptr, k_ptr, v_ptr,
     stride_xt, stride_xc,
@@ -213,28 +215,28 @@ def dflash2_rope_append(
     first = tl.program_id(1) * heads_in_turn
     for unit in range(first, tl.minimum(first + heads_in_turn, num_heads + 2 * num_kv_heads)):
         dflash2_finish_head(
-            qkv_ptr, token.to(tl.int64) * stride_xt, stride_xc, 0, None, q_norm_ptr, k_norm_ptr, cos, sin,
+            qkv_ptr, token.to(tl.int64) * stride_xt, stride_xc, 0, 1, None, q_norm_ptr, k_norm_ptr, cos, sin,
             q_ptr, k_ptr, v_ptr, slots_ptr, token, token_ok, unit,
             stride_qt, stride_qh, stride_qd, stride_kp, stride_ks, stride_kh, stride_kd,
             stride_vp, stride_vs, stride_vh, stride_vd, num_heads, num_kv_heads, num_slots, page_size, eps,
-            HEAD_DIM, ROT, HALF, REST, INTERLEAVED, 0,
+            HEAD_DIM, ROT, HALF, REST, INTERLEAVED, False,
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY_LENGTH)
 def dflash2_qkv_rope_append(
     x_ptr, weight_ptr, bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, q_ptr, k_ptr, v_ptr,
     partials_ptr, counters_ptr, stride_xt, stride_xk, stride_wn, stride_wk,
     stride_qt, stride_qh, stride_qd, stride_kp, stride_ks, stride_kh, stride_kd, stride_vp, stride_vs, stride_vh, stride_vd,
-    tokens, inner, per_split, row_tiles, num_heads, num_kv_heads, max_positions, num_slots, page_size, eps,
+    tokens, inner, per_split, splits, row_tiles, num_heads, num_kv_heads, max_positions, num_slots, page_size, eps,
     HEAD_DIM: tl.constexpr, ROT: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
-    TILES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TILES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     FINISH_T: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Few tokens: projection and all that follows, one launch; grid (row tiles * heads * TILES * SPLITS,)."""
+    """Few tokens: projection and all that follows, one launch; grid (row tiles * heads * TILES * splits,)."""
     pid = tl.program_id(0)
     row_tile, pid = pid % row_tiles, pid // row_tiles  # row tiles side by side: they share a weight tile in L2
-    split, pid = pid % SPLITS, pid // SPLITS
+    split, pid = pid % splits, pid // splits
     tile, unit = pid % TILES, pid // TILES
     columns = (num_heads + 2 * num_kv_heads) * HEAD_DIM
     dflash2_partial_product(
@@ -242,39 +244,39 @@ def dflash2_qkv_rope_append(
         tokens, columns, inner, row_tile, unit * HEAD_DIM + tile * BLOCK_N, (unit + 1) * HEAD_DIM, split, per_split,
         BLOCK_T, BLOCK_N, BLOCK_K, EVEN, PRECISION,
     )  # fmt: skip
-    if dflash2_last_to_arrive(counters_ptr, unit * row_tiles + row_tile, TILES * SPLITS):
+    if dflash2_last_to_arrive(counters_ptr, unit * row_tiles + row_tile, TILES * splits):
         first = row_tile * BLOCK_T
         for start in range(first, tl.minimum(first + BLOCK_T, tokens), FINISH_T):
             token = start + tl.arange(0, FINISH_T)
             token_ok = token < tokens
             cos, sin = dflash2_angles(cos_ptr, sin_ptr, positions_ptr, token, token_ok, max_positions, ROT, HALF)
             dflash2_finish_head(
-                partials_ptr, token.to(tl.int64) * columns, 1, tl.cast(tokens, tl.int64) * columns, bias_ptr,
+                partials_ptr, token.to(tl.int64) * columns, 1, tl.cast(tokens, tl.int64) * columns, splits, bias_ptr,
                 q_norm_ptr, k_norm_ptr, cos, sin, q_ptr, k_ptr, v_ptr, slots_ptr, token, token_ok, unit,
                 stride_qt, stride_qh, stride_qd, stride_kp, stride_ks, stride_kh, stride_kd,
                 stride_vp, stride_vs, stride_vh, stride_vd, num_heads, num_kv_heads, num_slots, page_size, eps,
-                HEAD_DIM, ROT, HALF, REST, INTERLEAVED, SPLITS,
+                HEAD_DIM, ROT, HALF, REST, INTERLEAVED, True,
             )  # fmt: skip
 
 
 @triton.jit
 def dflash2_finish_latent(
-    src_ptr, row_offsets, stride_c, stride_split, norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, cache_ptr, token, token_ok,
+    src_ptr, row_offsets, stride_c, stride_split, splits, norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, cache_ptr, token, token_ok,
     stride_cp, stride_cs, stride_cd, max_positions, num_slots, page_size, eps,
     RANK: tl.constexpr, BLOCK_R: tl.constexpr, ROT: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-    SPLITS: tl.constexpr,
+    PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """The latents of some tokens: norm of the first RANK columns, rotation of the others, to their slots of the cache."""
     column = tl.arange(0, BLOCK_R)
     mask = token_ok[:, None] & (column < RANK)[None, :]
     offsets = row_offsets[:, None] + column.to(tl.int64)[None, :] * stride_c
-    latent = dflash2_gather(src_ptr, offsets, mask, stride_split, SPLITS)
+    latent = dflash2_gather(src_ptr, offsets, mask, stride_split, splits, PARTIAL)
     scale = tl.rsqrt(tl.sum(latent * latent, axis=1) / RANK + eps)
     weight = tl.load(norm_ptr + column, mask=column < RANK, other=0.0).to(tl.float32)
     rows, write = dflash2_cache_rows(slots_ptr, token, token_ok, num_slots, page_size, stride_cp, stride_cs)
     latent = (latent * scale[:, None] * weight[None, :]).to(cache_ptr.dtype.element_ty)
     tl.store(cache_ptr + rows[:, None] + column.to(tl.int64)[None, :] * stride_cd, latent, mask=mask & write[:, None])
-    a, b = dflash2_load_pairs(src_ptr, row_offsets, token_ok, RANK, stride_c, stride_split, ROT, HALF, INTERLEAVED, SPLITS)
+    a, b = dflash2_load_pairs(src_ptr, row_offsets, token_ok, RANK, stride_c, stride_split, splits, ROT, HALF, INTERLEAVED, PARTIAL)
     cos, sin = dflash2_angles(cos_ptr, sin_ptr, positions_ptr, token, token_ok, max_positions, ROT, HALF)
     dflash2_store_pairs(cache_ptr, rows, write, a * cos - b * sin, b * cos + a * sin, RANK, stride_cd, ROT, HALF, INTERLEAVED)
 
@@ -292,7 +294,7 @@ def dflash2_finish_queries(
     token, head = row // num_heads, row % num_heads
     row_ok = token < tokens
     cos, sin = dflash2_angles(cos_ptr, sin_ptr, positions_ptr, token, row_ok, max_positions, ROT, HALF)
-    a, b = dflash2_load_pairs(q_pe_ptr, token * stride_pt + head * stride_ph, row_ok, 0, stride_pd, 0, ROT, HALF, INTERLEAVED, 0)
+    a, b = dflash2_load_pairs(q_pe_ptr, token * stride_pt + head * stride_ph, row_ok, 0, stride_pd, 0, 1, ROT, HALF, INTERLEAVED, False)
     slot = tl.load(slots_ptr + token, mask=row_ok, other=-1)
     poison = tl.where(slot < num_slots, 0.0, float("nan"))[:, None]  # a slot outside the cache must not pass unseen
     rows = token * stride_qt + head * stride_qh
@@ -306,57 +308,57 @@ def dflash2_finish_queries(
         tl.store(q_ptr + target, tl.load(q_nope_ptr + source, mask=mask, other=0.0), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY_LENGTH)
 def dflash2_mla_append(
     x_ptr, weight_ptr, norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, cache_ptr, q_pe_ptr, q_nope_ptr, q_ptr,
     partials_ptr, counters_ptr, stride_xt, stride_xk, stride_wn, stride_wk, stride_cp, stride_cs, stride_cd,
     stride_pt, stride_ph, stride_pd, stride_nt, stride_nh, stride_nd, stride_qt, stride_qh, stride_qd,
-    tokens, num_heads, inner, per_split, row_tiles, max_positions, num_slots, page_size, eps,
+    tokens, num_heads, inner, per_split, splits, row_tiles, max_positions, num_slots, page_size, eps,
     RANK: tl.constexpr, BLOCK_R: tl.constexpr, ROT: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-    NOPE: tl.constexpr, BLOCK_NOPE: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr,
+    NOPE: tl.constexpr, BLOCK_NOPE: tl.constexpr, PROJECT: tl.constexpr, TILES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FINISH_T: tl.constexpr, BLOCK_Q: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """MLA before attention, keys and queries in one launch; grid (latent programs + tiles of BLOCK_Q query rows,).
 
-    SPLITS = 0: x is the projected latent. Otherwise x is the hidden state, and the latent programs project it too.
+    With PROJECT x is the hidden state, which the latent programs multiply first; without it is the product.
     """
     pid = tl.program_id(0)
-    latent_programs = row_tiles * TILES * tl.maximum(SPLITS, 1)
+    latent_programs = row_tiles * TILES * splits
     if pid >= latent_programs:  # rows of q: (token, head)
         dflash2_finish_queries(
             q_pe_ptr, q_nope_ptr, q_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, pid - latent_programs,
             stride_pt, stride_ph, stride_pd, stride_nt, stride_nh, stride_nd, stride_qt, stride_qh, stride_qd,
             tokens, num_heads, max_positions, num_slots, ROT, HALF, INTERLEAVED, NOPE, BLOCK_NOPE, BLOCK_Q,
         )  # fmt: skip
-    elif SPLITS == 0:
+    elif not PROJECT:
         token = pid * BLOCK_T + tl.arange(0, BLOCK_T)
         dflash2_finish_latent(
-            x_ptr, token.to(tl.int64) * stride_xt, stride_xk, 0, norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr,
+            x_ptr, token.to(tl.int64) * stride_xt, stride_xk, 0, 1, norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr,
             cache_ptr, token, token < tokens, stride_cp, stride_cs, stride_cd, max_positions, num_slots, page_size, eps,
-            RANK, BLOCK_R, ROT, HALF, INTERLEAVED, 0,
+            RANK, BLOCK_R, ROT, HALF, INTERLEAVED, False,
         )  # fmt: skip
     else:
         row_tile, pid = pid % row_tiles, pid // row_tiles
-        split, tile = pid % SPLITS, pid // SPLITS
+        split, tile = pid % splits, pid // splits
         dflash2_partial_product(
             x_ptr, weight_ptr, partials_ptr, stride_xt, stride_xk, stride_wn, stride_wk,
             tokens, RANK + ROT, inner, row_tile, tile * BLOCK_N, RANK + ROT, split, per_split,
             BLOCK_T, BLOCK_N, BLOCK_K, EVEN, PRECISION,
         )  # fmt: skip
-        if dflash2_last_to_arrive(counters_ptr, row_tile, TILES * SPLITS):
+        if dflash2_last_to_arrive(counters_ptr, row_tile, TILES * splits):
             first = row_tile * BLOCK_T
             for start in range(first, tl.minimum(first + BLOCK_T, tokens), FINISH_T):
                 token = start + tl.arange(0, FINISH_T)
                 dflash2_finish_latent(
-                    partials_ptr, token.to(tl.int64) * (RANK + ROT), 1, tl.cast(tokens, tl.int64) * (RANK + ROT), norm_ptr,
-                    cos_ptr, sin_ptr, positions_ptr, slots_ptr, cache_ptr, token, token < tokens,
+                    partials_ptr, token.to(tl.int64) * (RANK + ROT), 1, tl.cast(tokens, tl.int64) * (RANK + ROT), splits,
+                    norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, cache_ptr, token, token < tokens,
                     stride_cp, stride_cs, stride_cd, max_positions, num_slots, page_size, eps,
-                    RANK, BLOCK_R, ROT, HALF, INTERLEAVED, SPLITS,
+                    RANK, BLOCK_R, ROT, HALF, INTERLEAVED, True,
                 )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY_LENGTH)
 def dflash2_add_norm(
     x_ptr, residual_ptr, weight_ptr, normed_ptr, residual_out_ptr, counts_ptr,
     stride_xt, stride_xk, stride_rt, stride_rk, tokens, hidden, eps, num_experts,
@@ -448,17 +450,17 @@ def dflash2_choose(
     return tl.sum(tl.where(token_ok[:, None], chosen, 0), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY_LENGTH)
 def dflash2_norm_router(
     x_ptr, residual_ptr, norm_ptr, gate_ptr, bias_ptr, normed_ptr, residual_out_ptr, weights_ptr, ids_ptr, counts_ptr,
     partials_ptr, counters_ptr, stride_xt, stride_xk, stride_rt, stride_rk, stride_ge, stride_gk,
-    tokens, hidden, per_split, row_tiles, num_experts, eps, scaling,
-    NORM: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+    tokens, hidden, per_split, splits, row_tiles, num_experts, eps, scaling,
+    NORM: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr, FINISH_T: tl.constexpr, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, PER_GROUP: tl.constexpr, BLOCK_P: tl.constexpr,
     TOPK_GROUPS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_TOPK: tl.constexpr, SIGMOID: tl.constexpr, TOP2: tl.constexpr,
     RENORMALIZE: tl.constexpr, ONE_TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gate product, scores, choice and counts, with NORM the add and norm before; grid (row tiles * expert TILES * SPLITS,).
+    """Gate product, scores, choice and counts, with NORM the add and norm before; grid (row tiles * expert TILES * splits,).
 
     With NORM every program reads its rows whole for the sum of squares (few rows: they lie in L2), but stores only its split.
     """
@@ -502,7 +504,7 @@ def dflash2_norm_router(
     place = (split.to(tl.int64) * tokens + row)[:, None] * num_experts + expert[None, :]
     tl.store(partials_ptr + place, acc, mask=row_ok[:, None] & (expert < num_experts)[None, :])
 
-    if dflash2_last_to_arrive(counters_ptr, row_tile, TILES * SPLITS):
+    if dflash2_last_to_arrive(counters_ptr, row_tile, TILES * splits):
         column = tl.arange(0, BLOCK_G * BLOCK_P)
         real = (column // BLOCK_P < GROUPS) & (column % BLOCK_P < PER_GROUP)
         column_expert = column // BLOCK_P * PER_GROUP + column % BLOCK_P
@@ -513,7 +515,7 @@ def dflash2_norm_router(
             token_ok = token < tokens
             offsets = token.to(tl.int64)[:, None] * num_experts + column_expert[None, :]
             mask = token_ok[:, None] & real[None, :]
-            logits = dflash2_gather(partials_ptr, offsets, mask, tl.cast(tokens, tl.int64) * num_experts, SPLITS)
+            logits = dflash2_gather(partials_ptr, offsets, mask, tl.cast(tokens, tl.int64) * num_experts, splits, True)
             counts += dflash2_choose(
                 logits, bias_ptr, weights_ptr, ids_ptr, token, token_ok, num_experts, scaling,
                 GROUPS, BLOCK_G, PER_GROUP, BLOCK_P, TOPK_GROUPS, TOP_K, BLOCK_TOPK, SIGMOID, TOP2, RENORMALIZE,
