@@ -224,7 +224,7 @@ def test_experts_and_their_gradients():
 @pytest.mark.parametrize(("tokens", "experts", "top_k", "shared", "width", "hidden"), (
     (5, 8, 2, 2, 48, 32), (3, 16, 2, 0, 64, 16), (1, 4, 2, 1, 16, 8), (19, 2, 1, 1, 24, 20),
 ))  # fmt: skip
-def test_the_gpu_path_of_experts_in_the_interpreter(tokens, experts, top_k, shared, width, hidden):
+def test_the_gpu_path_of_experts_in_the_interpreter(tokens, experts, top_k, shared, width, hidden, monkeypatch):
     generator = torch.Generator().manual_seed(tokens)
     x, weights = torch.randn(tokens, width, generator=generator), torch.rand(tokens, top_k, generator=generator)
     ids = torch.rand(tokens, experts, generator=generator).topk(top_k).indices
@@ -236,6 +236,8 @@ def test_the_gpu_path_of_experts_in_the_interpreter(tokens, experts, top_k, shar
     want = layers.run_experts(x, ids, weights, gate_up, down, shared)
     for product in ("library", "streamed"):
         torch.testing.assert_close(layers.fast_experts(x, ids, weights, gate_up, down, shared, product), want)
+    monkeypatch.setattr(layers, "FEW_ASSIGNMENTS", 0)  # as many tokens have it: another sort, shared experts as plain products
+    torch.testing.assert_close(layers.fast_experts(x, ids, weights, gate_up, down, shared, "library"), want)
 
 
 def test_both_sorts_agree(monkeypatch):

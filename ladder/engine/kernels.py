@@ -56,13 +56,18 @@ def engine_swiglu(gate_up, out, hidden, stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def engine_combine(
-    rows, places, weights, out, width, TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr
+    rows, places, weights, base, out, width, TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """out[t] = sum of weights[t, k] * rows[places[t, k]], the shared experts with weight 1; summed in float32, in order."""
+    """out[t] = base[t] + sum of weights[t, k] * rows[places[t, k]], shared experts with weight 1; in float32, in order.
+
+    base: what was computed without rows, or None for 0.
+    """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < width
     total = tl.zeros([BLOCK], tl.float32)
+    if base is not None:
+        total += tl.load(base + token * width + column, mask=live, other=0.0).to(tl.float32)
     for k in tl.static_range(TOP_K + SHARED):
         row = tl.load(places + token * (TOP_K + SHARED) + k).to(tl.int64)
         value = tl.load(rows + row * width + column, mask=live, other=0.0).to(tl.float32)

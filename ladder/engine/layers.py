@@ -242,8 +242,15 @@ def fast_experts(x, ids, weights, gate_up, down, num_shared, product=None):
     """
     from .kernels import engine_combine
 
-    order, source, places, offsets = place_rows(ids, gate_up.shape[0] - num_shared, num_shared)
-    if (product or _fastest.get((gate_up.shape, len(x)), "library")) == "streamed":
+    experts = gate_up.shape[0] - num_shared
+    base, rows_of_shared = None, num_shared
+    streamed = (product or _fastest.get((gate_up.shape, len(x)), "library")) == "streamed"
+    if not streamed and num_shared and len(x) * ids.shape[1] > FEW_ASSIGNMENTS:
+        # Everyone's experts need no gathering: two plain products, at a plain product's speed.
+        base, rows_of_shared = shared_experts(x, gate_up[experts:], down[experts:]), 0
+        gate_up, down = gate_up[:experts], down[:experts]
+    order, source, places, offsets = place_rows(ids, experts, rows_of_shared)
+    if streamed:
         rows = streamed_experts(x, source, offsets, gate_up, down)
     else:
         rows = grouped_product(x.index_select(0, source), gate_up, offsets[1:])
@@ -253,8 +260,19 @@ def fast_experts(x, ids, weights, gate_up, down, num_shared, product=None):
     block = min(1024, 1 << (width - 1).bit_length())
     if tokens:
         engine_combine[(tokens, -(-width // block))](
-            rows, places, weights.contiguous(), out, width, TOP_K=ids.shape[1], SHARED=num_shared, BLOCK=block
+            rows, places, weights.contiguous(), base, out, width, TOP_K=ids.shape[1], SHARED=rows_of_shared, BLOCK=block
         )
+    return out
+
+
+def shared_experts(x, gate_up, down):
+    """The sum of a few experts that every token uses: x (T, width), gate_up (n, 2 * hidden, width), down (n, width, hidden)."""
+    count, _, hidden = down.shape
+    inner = linear(x, gate_up.flatten(0, 1)).view(len(x) * count, 2 * hidden)
+    inner = fast_swiglu(inner).view(len(x), count, hidden)
+    out = linear(inner[:, 0], down[0])
+    for n in range(1, count):
+        out.addmm_(inner[:, n], down[n].t())
     return out
 
 

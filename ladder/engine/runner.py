@@ -103,12 +103,14 @@ class Runner:
 
     @torch.inference_mode()
     def prefill(self, chunks):
-        """Compute chunks of prompts; logits (n, vocab) of those whose last token was among them, n may be 0."""
+        """Compute chunks of prompts; logits (n, vocab) of those whose last token was among them, or None."""
         batch = self.batch(chunks, False)
         self.context.begin(batch)
-        hidden = self.model(batch.tokens, self.context)
-        last = [end - 1 for (r, n), end in zip(chunks, np.cumsum([n for _, n in chunks])) if r.computed + n == r.length]
-        return self.model.logits(hidden[torch.tensor(last, device=self.device)]) if last else None
+        ends = np.cumsum([n for _, n in chunks])
+        last = [end - 1 for (r, n), end in zip(chunks, ends) if r.computed + n == r.length]
+        # Without a finished prompt one row goes on, for form's sake: what counts is in the cache by then.
+        hidden = self.model(batch.tokens, self.context, self._put(np.array(last or [0], dtype=np.int64)))
+        return self.model.logits(hidden) if last else None
 
     @torch.inference_mode()
     def decode(self, requests):

@@ -66,7 +66,7 @@ def cross_entropy(model, tokens, dtype, keep=False):
     """Mean nats a byte over tokens (B, S + 1), and the context that saw the forward."""
     seq_len = tokens.shape[1] - 1
     context = DenseContext(model.cos_sin, seq_len, keep)
-    hidden = model(tokens[:, :-1].flatten(), context, dtype)
+    hidden = model(tokens[:, :-1].flatten(), context, dtype=dtype)
     return F.cross_entropy(model.logits(hidden), tokens[:, 1:].flatten()), context
 
 

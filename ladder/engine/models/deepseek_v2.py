@@ -158,7 +158,8 @@ class LatentAttention(nn.Module):
         c = self.config
         compressed, rope = latent.split([c.latent, c.rope_dim], dim=-1)
         k = latent.new_empty(len(latent), c.num_heads, c.qk_dim)
-        k[..., : c.nope_dim] = linear(compressed, self.k_up.flatten(0, 1)).unflatten(-1, (c.num_heads, c.nope_dim))
+        # A product for each head, so that it lands where the head's key is.
+        torch.bmm(compressed.expand(c.num_heads, -1, -1), self.k_up.transpose(1, 2), out=k[..., : c.nope_dim].transpose(0, 1))
         k[..., c.nope_dim :] = rope[:, None]
         return k, linear(compressed, self.v_up.flatten(0, 1)).unflatten(-1, (c.num_heads, c.v_dim))
 
@@ -201,11 +202,15 @@ class Block(nn.Module):
         self.mlp_norm = nn.Parameter(torch.empty(config.width))
         self.mlp = MLP(config.width, config.dense_width) if layer < config.num_dense else MoE(config, layer)
 
-    def forward(self, x, residual, context):
-        """``residual`` is the stream before ``x`` is added to it: the sum and its norm are one pass."""
+    def forward(self, x, residual, context, rows=None):
+        """``residual`` is the stream before ``x`` is added to it: the sum and its norm are one pass. After attention only
+        ``rows`` go on, where they are given.
+        """
         c = self.config
         x, residual = context.add_norm(x, residual, self.attention_norm, c.eps)
         x = self.attention(x, context)
+        if rows is not None:
+            x, residual = x[rows], residual[rows]
         if isinstance(self.mlp, MLP):
             x, residual = context.add_norm(x, residual, self.mlp_norm, c.eps)
             return self.mlp(x), residual
@@ -222,11 +227,13 @@ class DeepseekV2(nn.Module):
         self.norm = nn.Parameter(torch.empty(config.width))
         self.head = nn.Parameter(torch.empty(config.vocab, config.width))
 
-    def forward(self, tokens, context):
-        """The last hidden states (T, width), normed, of packed tokens (T,)."""
+    def forward(self, tokens, context, rows=None):
+        """The last hidden states (T, width), normed, of packed tokens (T,); only ``rows`` of them where given, (n,) int64:
+        nobody asks for the others, so the last layer's experts are spared them.
+        """
         x, residual = self.embedding[tokens], None
         for block in self.blocks:
-            x, residual = block(x, residual, context)
+            x, residual = block(x, residual, context, rows if block is self.blocks[-1] else None)
         return context.add_norm(x, residual, self.norm, self.config.eps)[0]
 
     def logits(self, hidden):

@@ -91,10 +91,14 @@ class Block(nn.Module):
         self.moe_norm = nn.Parameter(torch.ones(config.width))
         self.moe = MoE(config, layer)
 
-    def forward(self, x, residual, context):
-        """``residual`` is the stream before ``x`` is added to it: the sum and its norm are one pass."""
+    def forward(self, x, residual, context, rows=None):
+        """``residual`` is the stream before ``x`` is added to it: the sum and its norm are one pass. After attention only
+        ``rows`` go on, where they are given.
+        """
         x, residual = context.add_norm(x, residual, self.attention_norm, self.config.eps)
         x = self.attention(x, context)
+        if rows is not None:
+            x, residual = x[rows], residual[rows]
         x, residual, weights, ids = context.norm_route(self.moe, x, residual, self.moe_norm)
         return self.moe(x, weights, ids), residual
 
@@ -127,16 +131,17 @@ class TinyMoE(nn.Module):
                 nn.init.normal_(weight, std=std / (2 * self.config.num_layers) ** 0.5 if deep else std, generator=generator)
         return self
 
-    def forward(self, tokens, context, dtype=None):
+    def forward(self, tokens, context, rows=None, dtype=None):
         """The last hidden states (T, width), normed, of packed tokens (T,); ``logits`` turns rows of them into logits.
 
         Args:
             context: what knows where the tokens stand and who computes attention, see ``ladder.engine.context``.
+            rows: (n,) int64: those that are asked for, None for all.
             dtype: to compute in; None is that of the weights.
         """
         x, residual = self.embedding[tokens].to(dtype or self.embedding.dtype), None
         for block in self.blocks:
-            x, residual = block(x, residual, context)
+            x, residual = block(x, residual, context, rows if block is self.blocks[-1] else None)
         return context.add_norm(x, residual, self.norm, self.config.eps)[0]
 
     def logits(self, hidden):
