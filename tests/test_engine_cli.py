@@ -100,6 +100,13 @@ def test_bench_writes_results(weights, tmp_path, capsys):
     assert "TTFT" in capsys.readouterr().out
 
 
+def test_bench_of_two_backends_is_one_document(weights, tmp_path):
+    file = tmp_path / "out.json"
+    assert run("bench", "--checkpoint", weights, "--backend", "step04,sdpa", "--device", "cpu", "--input-len", 9, "--output-len", 3,
+               "--concurrency", 2, "--json", file) == 0  # fmt: skip
+    assert [row["impl"] for row in results.load(file)["rows"]] == ["step04_gqa", "sdpa"]
+
+
 def test_interrupted_bench_keeps_what_it_has(weights, tmp_path, monkeypatch, capsys):
     file, real, calls = tmp_path / "out.json", bench.Engine.step, []
 

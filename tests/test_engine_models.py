@@ -184,6 +184,15 @@ def test_the_real_architecture_has_its_public_size():
     assert abs(c.scale - 192**-0.5 * (0.1 * 0.707 * math.log(40) + 1) ** 2) < 1e-12
 
 
+def test_the_dense_control_has_no_experts():
+    spec = find("mla-dense")
+    assert spec.parameters == 2 * 102400 * 2048 + 2048 + 27 * (
+        2 * 2048 + 16 * 192 * 2048 + 576 * 2048 + 512 + 16 * 256 * 512 + 2048 * 2048 + 3 * 2048 * 10944
+    )
+    with pytest.raises(ValueError, match="random weights only"):
+        find("mla-dense", "folder")
+
+
 def test_transformers_agrees(checkpoint):
     """The model of Hugging Face's library on the same folder, where it is installed."""
     transformers = pytest.importorskip("transformers", minversion="5.0")

@@ -27,7 +27,7 @@ def parse_args(argv=None):
         sub.add_argument("--model", choices=NAMES, default="tiny-moe")
         sub.add_argument("--checkpoint", metavar="PATH", help="folder of the public checkpoint (deepseek-v2-lite) or file of weights (tiny-moe); "
                          "without one deepseek-v2-lite has random weights")  # fmt: skip
-        sub.add_argument("--backend", default="step08", help=f"who computes attention: {', '.join(backends.NAMES)} (default step08)")
+        sub.add_argument("--backend", default="step08", help=f"who computes attention: {', '.join(backends.NAMES)} (default step08); bench takes several, with commas")
         sub.add_argument("--device", choices=["cuda", "cpu"], help="default: the GPU when there is one")
         sub.add_argument("--dtype", choices=list(DTYPES), help="default: bfloat16 on a GPU, float32 on a CPU")
         sub.add_argument("--mem-fraction", type=float, default=0.9, help="share of the device's memory for weights, activations and KV pool (default 0.9)")
@@ -231,9 +231,10 @@ def run_bench(args):
             with Progress("memory fractions") as progress:
                 rows += bench.memory_table(spec, args.backend, requests=args.requests, fractions=args.fractions, progress=progress.share, **shape, **options)
         else:
-            with Progress(f"{spec.name} on {args.backend}") as progress:
-                rows.append(bench.throughput(spec, args.backend, concurrency=args.concurrency, repeats=args.repeats, fit=args.fit,
-                                             progress=progress.share, **shape, **options))  # fmt: skip
+            for backend in args.backend.split(","):
+                with Progress(f"{spec.name} on {backend}") as progress:
+                    rows.append(bench.throughput(spec, backend, concurrency=args.concurrency, repeats=args.repeats, fit=args.fit,
+                                                 progress=progress.share, **shape, **options))  # fmt: skip
         if args.with_transformers:
             log("measuring transformers")
             device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -73,11 +73,14 @@ class Engine:
         if kv_tokens is not None and max_len is None:
             longest = min(longest, kv_tokens)
         chunk_tokens = min(chunk_tokens, max_seqs * longest)
-        page_bytes = page_size * spec.token_bytes(dtype)
+        # Who reads contiguous keys copies a layer's pages of a whole decode batch, which may be all there are.
+        gathers = attention.gathers or spec.latent and not attention.absorbs
+        page_bytes = page_size * (spec.token_bytes(dtype) + (spec.key_bytes(dtype, True) if gathers else 0))
         total, others = device_memory(device)
         chunk_keys = max(chunk_keys, chunk_tokens)
         transient = max(chunk_keys, longest) * spec.key_bytes(dtype, attention.gathers)
-        transient += attention.scratch_bytes(chunk_tokens, longest, spec.config.num_heads, dtype.itemsize)
+        scratch = [attention.scratch_bytes(chunk_tokens, n, spec.config.num_heads, dtype.itemsize) for n in (longest, min(longest, chunk_tokens))]
+        transient += scratch[0]
         weights = spec.parameters * dtype.itemsize
         reserve = GRAPH_RESERVE if device.type == "cuda" else 0
         least = MemoryPlan(total, mem_fraction, others, weights, transient, reserve, page_bytes)
@@ -98,7 +101,7 @@ class Engine:
             cuda_graphs=cuda_graphs,
         )  # fmt: skip
         # A step looks at more keys than the measured one when its prompts are partly cached.
-        more = max(0, max(chunk_keys, longest) - chunk_tokens) * spec.key_bytes(dtype, attention.gathers)
+        more = max(0, max(chunk_keys, longest) - chunk_tokens) * spec.key_bytes(dtype, attention.gathers) + scratch[0] - scratch[1]
         activations = self.runner.measure(chunk_tokens) + more if device.type == "cuda" else transient
         self.plan = MemoryPlan(total, mem_fraction, others, weights, activations, reserve, page_bytes)
         most = max_seqs * -(-longest // page_size) + 1

@@ -179,8 +179,9 @@ class DecodeGraph:
         # A workspace of its own: one that grew for another size would leave this graph with freed memory.
         self.workspace = type(runner.backend.workspace)(device) if hasattr(runner.backend, "workspace") else None
         self.context = runner.context.using(runner.backend.with_workspace(self.workspace))
-        moe, c = runner.model.blocks[-1].mlp if runner.spec.latent else runner.model.blocks[-1].moe, runner.spec.config
-        self.experts = tune_experts(moe.gate_up, moe.down, size, c.top_k, getattr(c, "num_shared", 0))
+        moe = next((m for m in runner.model.modules() if hasattr(m, "router")), None)
+        if moe is not None:
+            tune_experts(moe.gate_up, moe.down, size, moe.config.top_k, getattr(moe.config, "num_shared", 0))
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):

@@ -9,7 +9,7 @@ import torch
 
 from . import deepseek_v2, tiny_moe
 
-NAMES = ("tiny-moe", "deepseek-v2-lite")
+NAMES = ("tiny-moe", "deepseek-v2-lite", "mla-dense")
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,10 @@ def find(name, checkpoint=None):
     if name == "tiny-moe":
         path = Path(checkpoint or tiny_moe.WEIGHTS)
         return Spec(name, tiny_moe.read_config(path), path)
+    if name == "mla-dense":  # the control: where no experts and few keys are, step 08 has little to gain
+        if checkpoint is not None:
+            raise ValueError("mla-dense is deepseek-v2-lite with every layer dense and has random weights only; want no --checkpoint")
+        return Spec(name, deepseek_v2.DeepseekV2Config(num_dense=deepseek_v2.DeepseekV2Config.num_layers))
     if name == "deepseek-v2-lite":
         if checkpoint is None:
             return Spec(name, deepseek_v2.DeepseekV2Config())
