@@ -151,6 +151,70 @@ def test_prompts_do_not_starve_decodes():
         assert without <= 2
 
 
+class Replayed:
+    """Stands for a captured graph on a CPU: a replay runs the same forward again, into the same tensors."""
+
+    def __init__(self, decode_graph):
+        self.decode_graph = decode_graph
+        self.outputs = decode_graph.forward()
+
+    def replay(self):
+        for kept, new in zip(self.outputs, self.decode_graph.forward()):
+            kept.copy_(new)
+
+
+@pytest.mark.parametrize("model", SPECS)
+def test_replayed_decode_pads_and_follows_pages(model, monkeypatch):
+    """What a captured decode does with its buffers: padding rows, pages that grow, requests that come, go and are preempted."""
+
+    def capture(self, device):
+        graph = Replayed(self)
+        return graph, *graph.outputs
+
+    monkeypatch.setattr("ladder.engine.runner.DecodeGraph.capture", capture)
+    asked = prompts((3, 20, 9, 31, 14), seed=5)
+    alone = [engine(SPECS[model]).generate([p], greedy(20 - 3 * n))[0] for n, p in enumerate(asked)]
+    served = engine(SPECS[model], "step04", page_size=4, kv_tokens=4 * 24, max_len=64, max_seqs=5)
+    paged = GatheredOnTheDevice(served.backend)
+    served.backend = served.runner.backend = served.runner.context.backend = paged
+    served.runner.captures = True
+    assert served.generate(asked, [greedy(20 - 3 * n) for n in range(5)]) == alone
+    assert set(served.runner.graphs) >= {1, 2, 4} and served.scheduler.preemptions > 0
+    for part in served.runner.cache.parts:
+        assert not part[:, 0].isnan().any()
+
+
+class GatheredOnTheDevice(backends.Backend):
+    """Decode from the tensors alone, as a captured graph must: no lengths from the host."""
+
+    name, gathers, absorbs, captures = "test", False, True, True
+
+    def __init__(self, dense):
+        self.dense = dense
+
+    def _decode(self, q, k_cache, v_cache, batch, scale):
+        assert batch.lengths is None and batch.key_slots is None
+        out = []
+        for row, (table, length) in enumerate(zip(batch.block_table, batch.seq_lens.tolist())):
+            k, v = (x[table.long()].flatten(0, 1)[:length] for x in (k_cache, v_cache))
+            out.append(self.dense._one(q[row : row + 1], k, v, scale))
+        return torch.cat(out)
+
+    def decode(self, q, k_cache, v_cache, batch, scale):
+        return self._decode(q, k_cache, v_cache, batch, scale)
+
+    def mla_decode(self, q, latents, batch, scale, value_dim):
+        k = latents[:, :, None]
+        return self._decode(q, k, k[..., :value_dim], batch, scale)
+
+    def prefill(self, q, k_cache, v_cache, batch, scale):
+        k, v = (x.flatten(0, 1)[batch.key_slots] for x in (k_cache, v_cache))
+        return self.dense.varlen(q, k, v, batch, scale)
+
+    def varlen(self, *arguments):
+        return self.dense.varlen(*arguments)
+
+
 # The scheduler by itself
 
 

@@ -173,25 +173,31 @@ class DecodeGraph:
         device = runner.device
         self.state = torch.zeros(2, size, dtype=torch.int64, device=device)  # tokens, positions
         self.table = torch.zeros(size, runner.table_width, dtype=torch.int32, device=device)
-        self.host_state = torch.zeros(2, size, dtype=torch.int64).pin_memory()
-        self.host_table = torch.zeros(size, runner.table_width, dtype=torch.int32).pin_memory()
+        pinned = device.type == "cuda"
+        self.host_state = torch.zeros(2, size, dtype=torch.int64, pin_memory=pinned)
+        self.host_table = torch.zeros(size, runner.table_width, dtype=torch.int32, pin_memory=pinned)
         self.holders = []  # (request, preemptions, pages) of the rows that the device's table shows
         # A workspace of its own: one that grew for another size would leave this graph with freed memory.
         self.workspace = type(runner.backend.workspace)(device) if hasattr(runner.backend, "workspace") else None
         self.context = runner.context.using(runner.backend.with_workspace(self.workspace))
-        moe = next((m for m in runner.model.modules() if hasattr(m, "router")), None)
+        self.graph, self.logits, self.greedy = self.capture(device)
+
+    def capture(self, device):
+        """The graph, and the tensors that a replay fills."""
+        moe = next((m for m in self.runner.model.modules() if hasattr(m, "router")), None)
         if moe is not None:
-            tune_experts(moe.gate_up, moe.down, size, moe.config.top_k, getattr(moe.config, "num_shared", 0))
+            tune_experts(moe.gate_up, moe.down, self.size, moe.config.top_k, getattr(moe.config, "num_shared", 0))
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(2):  # compiles, and grows the workspace, neither of which a capture may do
                 self.forward()
         torch.cuda.current_stream(device).wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         DecodeGraph.pool = DecodeGraph.pool or torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(self.graph, pool=DecodeGraph.pool):
-            self.logits, self.greedy = self.forward()
+        with torch.cuda.graph(graph, pool=DecodeGraph.pool):
+            logits, greedy = self.forward()
+        return graph, logits, greedy
 
     def forward(self):
         runner, size = self.runner, self.runner.page_size
