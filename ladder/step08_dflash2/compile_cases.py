@@ -1,4 +1,4 @@
-"""What to compile in order to know that step 08's prefill compiles: launches as its functions make them.
+"""What to compile in order to know that step 08 compiles: launches as its functions make them.
 
 ``ladder.lab.compile_matrix`` asks every Triton rung that has such a module for its cases.
 """
@@ -95,3 +95,13 @@ def compile_cases(shared_memory_bytes, capability, *, thorough=False):
         else:
             call = lambda: attention.varlen(q, k, v, cu, cu, most, causal=True, return_lse=True, **options(extra, dtype))  # noqa: B023,E731
         yield from launched(name, call)
+
+    from .decode_compile_cases import decode_compile_cases
+    from .fusion_compile_cases import fusion_compile_cases
+
+    yield from decode_compile_cases(shared_memory_bytes, capability, thorough=thorough)
+    yield from fusion_compile_cases(shared_memory_bytes, capability, thorough=thorough)
+    if tuple(capability) == (9, 0):
+        from .hopper_compile_cases import hopper_compile_cases
+
+        yield from hopper_compile_cases()
