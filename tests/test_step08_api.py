@@ -169,7 +169,7 @@ def test_hopper_kernel_is_asked_first(monkeypatch):
         reason = None
 
         @classmethod
-        def supports_prefill(cls, q, k, v, *, paged, causal, right, windows, softcap, sinks):
+        def supports_prefill(cls, q, k, v, *, paged, scale, causal, right, windows, softcap, sinks):
             calls.append((q.ndim, paged, causal, right, windows, softcap, sinks is None))
             return cls.reason
 
@@ -393,11 +393,23 @@ def test_explain_names_what_is_launched(monkeypatch):
         assert "128 + 64 columns" in explain(p.replace(D=192), ragged=True)
         assert "bfloat16" in explain(p.replace(dtype="bfloat16")) and "eager" in explain(p.replace(dtype="bfloat16"))
         monkeypatch.delenv("TRITON_INTERPRET")
-        assert "eager PyTorch in float32, because tensors are on cpu" in explain(p)
+        assert "eager PyTorch in float32, because tensors are on cpu and Triton's interpreter is off" in explain(p)
     for sizes in (dict(Sq=0), dict(Sk=0), dict(B=0)):
         assert explain(p.replace(**sizes))
     with pytest.raises(TypeError, match="windows is a int"):
         explain(p, windows=3)
+
+
+def test_explain_and_warmup_of_decode(path):
+    p = DecodeProblem(B=2, Hq=8, Hkv=2, D=16, Dv=16, page_size=16, dtype="float16", context=20, max_context=4096)
+    text = explain(p, windows=RangeWindows.sliding(9), sinks=True)
+    assert "Decode of 2 x 1 new tokens, 8 heads on 2" in text and "learned sinks" in text
+    if path == "kernel" and not ON_GPU:
+        assert "16 rows for the 4 of a KV head" in text and "not split" in text  # a window of 9 keys is one part
+        assert "parts of equal length" in explain(p)
+    assert warmup([p, (p, dict(sinks=True, windows=WINDOW))]) == 2
+    latent = p.replace(Hkv=1, D=48, Dv=32, latent=True)
+    assert "latent" in explain(latent) and warmup([latent]) == 1
 
 
 def test_warmup_compiles_what_a_call_launches(path, monkeypatch):
