@@ -17,7 +17,7 @@ def parse_args(argv=None):
         description="Climb the ladder: run every rung on real and synthetic attention problems, check each against the "
         "rung before it and a float64 oracle, and compare its time and memory with the limits of this machine.",
     )
-    parser.add_argument("--rungs", default="all", metavar="1-7", help="rungs to climb: all, 3, 1-5, 1,5 or step05_fused")
+    parser.add_argument("--rungs", default="all", metavar="1-8", help="rungs to climb: all, 3, 1-5, 1,5 or step05_fused")
     parser.add_argument(
         "--shape", action="append", choices=["minilm", *SHAPES],
         help="head layout (repeatable): minilm is real captured input, the others are random numbers",

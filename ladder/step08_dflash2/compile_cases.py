@@ -1,4 +1,4 @@
-"""What to compile in order to know that step 08 compiles: launches as its functions make them.
+"""What to compile in order to know that step 08 compiles: launches as its functions make them, prefill's first.
 
 ``ladder.lab.compile_matrix`` asks every Triton rung that has such a module for its cases.
 """
@@ -40,12 +40,23 @@ RAGGED = (
 
 
 def compile_cases(shared_memory_bytes, capability, *, thorough=False):
-    """Yield (name, kernel, args, kwargs) of every launch to compile.
+    """Yield (name, kernel, args, kwargs) of every launch to compile, those of decode and of the fused kernels too.
 
     Args:
         shared_memory_bytes, capability: of the processor, which the tile sizes depend on.
         thorough: also every head size x dtype x mask, with windows and a softcap.
     """
+    from . import decode_compile_cases, fusion_compile_cases, hopper_compile_cases
+
+    yield from prefill_compile_cases(capability, thorough=thorough)
+    yield from decode_compile_cases.decode_compile_cases(shared_memory_bytes, capability, thorough=thorough)
+    yield from fusion_compile_cases.compile_cases(shared_memory_bytes, capability, thorough=thorough)
+    if tuple(capability) == (9, 0):
+        yield from hopper_compile_cases.hopper_compile_cases()
+
+
+def prefill_compile_cases(capability, *, thorough=False):
+    """The launches of ``dflash2_prefill``; arguments as in ``compile_cases``."""
     attention = importlib.import_module("ladder.step08_dflash2.attention")
     from . import prefill_kernel
 
@@ -95,13 +106,3 @@ def compile_cases(shared_memory_bytes, capability, *, thorough=False):
         else:
             call = lambda: attention.varlen(q, k, v, cu, cu, most, causal=True, return_lse=True, **options(extra, dtype))  # noqa: B023,E731
         yield from launched(name, call)
-
-    from .decode_compile_cases import decode_compile_cases
-    from .fusion_compile_cases import fusion_compile_cases
-
-    yield from decode_compile_cases(shared_memory_bytes, capability, thorough=thorough)
-    yield from fusion_compile_cases(shared_memory_bytes, capability, thorough=thorough)
-    if tuple(capability) == (9, 0):
-        from .hopper_compile_cases import hopper_compile_cases
-
-        yield from hopper_compile_cases()
