@@ -268,12 +268,12 @@ def _on_hopper(
     if hopper is None:
         return False
     paged = block_table is not None
-    what = dict(causal=causal, right=right, windows=windows, softcap=softcap, sinks=sinks)
+    what = dict(causal=causal, right=right, scale=scale, windows=windows, softcap=softcap, sinks=sinks)
     if hopper.supports_prefill(q, k, v, paged=paged, **what) is not None:
         return False
     hopper.launch_prefill(
         q, k, v, out, lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=block_table,
-        seq_lens=seq_lens, max_seqlen_q=max_seqlen_q, scale=scale, **what,
+        seq_lens=seq_lens, max_seqlen_q=max_seqlen_q, **what,
     )  # fmt: skip
     return True
 
@@ -391,8 +391,6 @@ def check_options(tensors, num_heads, causal, windows, softcap, sinks, return_ls
     tensors: q, k, v, of which q names dtype and device. right: as ``dense`` takes it; None comes back for all keys.
     """
     q = tensors[0]
-    if torch.is_grad_enabled() and (any(x.requires_grad for x in tensors) or sinks is not None and sinks.requires_grad):
-        raise NotImplementedError(f"{RUNG}: forward only; use torch.no_grad(), or step04_gqa, which is differentiable")
     check_flag(RUNG, "return_lse", return_lse)
     if windows is not None:
         if not isinstance(windows, RangeWindows):
@@ -411,6 +409,8 @@ def check_options(tensors, num_heads, causal, windows, softcap, sinks, return_ls
             raise ValueError(f"{RUNG}: sinks is {tuple(sinks.shape)} {sinks.dtype}; want ({num_heads},) float32, float16 or bfloat16")
         if sinks.device != q.device:
             raise ValueError(f"{RUNG}: sinks is on {sinks.device}; want {q.device}, the device of q")
+    if torch.is_grad_enabled() and (any(x.requires_grad for x in tensors) or sinks is not None and sinks.requires_grad):
+        raise NotImplementedError(f"{RUNG}: forward only; use torch.no_grad(), or step04_gqa, which is differentiable")
     if right is None:
         return windows, softcap, 0 if causal else None
     right = check_integer(RUNG, "right", right, 0, optional=True)
