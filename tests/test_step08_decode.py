@@ -635,5 +635,5 @@ def test_decode_bytes_moved():
 
 
 def test_tiles_fit_their_pages():
-    for page_size, block_n in ((16, 16), (64, 32), (48, 32), (8, 32)):
+    for page_size, block_n in ((16, 16), (64, 32), (48, 16), (8, 32)):
         assert decode_config(128, 128, 4, page_size, 2, 90)["BLOCK_N"] == block_n
