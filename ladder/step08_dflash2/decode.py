@@ -8,7 +8,7 @@ import torch
 from ladder.contract import check_integer, merge_config
 from ladder.step06_paged.attention import check_out, processors
 from ladder.step06_paged.cache import check_paged
-from ladder.step07_dflash1.attention import DecodeWorkspace, _fit_page, arch, layout, split_head
+from ladder.step07_dflash1.attention import DecodeWorkspace, arch, layout, split_head
 
 from . import eager
 from .attention import MAX_HEAD_DIM, RUNG, check_options, device_code, scale_factors
@@ -403,9 +403,10 @@ def decode_config(head_dim, head_dim_v, rows, page_size, itemsize, arch, latent=
         block_n, num_warps, num_stages = 64 if few or widest <= 64 else 32, 2, 4
     else:
         block_n, num_warps, num_stages = (64 if widest <= 128 else 32), 4, 4 if arch == 90 else 3
-    block_n = _fit_page(block_n, page_size)
-    if page_size % block_n and num_stages > 1:  # a lookup for every key: another stage, and twice the registers for addresses
-        block_n, num_stages = min(block_n, 32), num_stages + 1
+    whole = page_size & -page_size  # the largest power of two that divides it: such a tile needs one lookup
+    block_n = min(block_n, whole if whole >= 16 else 32)
+    if whole < 16 and num_stages > 1:
+        num_stages += 1  # a lookup for every key, which the loads wait for
     return dict(
         BLOCK_D=block_d, TAIL_D=tail_d, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_N=block_n,
         PRECISION="ieee" if itemsize == 4 else "tf32", num_warps=num_warps, num_stages=num_stages,
