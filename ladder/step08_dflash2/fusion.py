@@ -542,7 +542,7 @@ def projection_config(tokens, units, unit_columns, inner, itemsize, num_processo
         splits *= 2
     return dict(
         splits=splits, TILES=tiles, BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_K=block_k,
-        FINISH_T=max(1, min(block_t, 2048 // _power(unit_columns))), EVEN=inner % block_k == 0,
+        FINISH_T=max(1, min(block_t, 4096 // itemsize // _power(unit_columns))), EVEN=inner % block_k == 0,
         PRECISION="tf32" if itemsize == 2 else "ieee", num_warps=4, num_stages=(4 if block_t <= 32 else 3) if itemsize == 2 else 2,
     )  # fmt: skip
 
