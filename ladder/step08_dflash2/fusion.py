@@ -542,7 +542,7 @@ def projection_config(tokens, units, unit_columns, inner, itemsize, num_processo
         splits *= 2
     return dict(
         splits=splits, TILES=tiles, BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_K=block_k,
-        FINISH_T=max(1, min(block_t, 2048 // _power(unit_columns))), EVEN=inner % block_k == 0,
+        FINISH_T=max(1, min(block_t, 4096 // itemsize // _power(unit_columns))), EVEN=inner % block_k == 0,
         PRECISION="tf32" if itemsize == 2 else "ieee", num_warps=4, num_stages=(4 if block_t <= 32 else 3) if itemsize == 2 else 2,
     )  # fmt: skip
 
@@ -563,7 +563,7 @@ def router_config(tokens, num_experts, hidden, num_groups, itemsize, same_dtype,
     """
     wide, every = itemsize == 4, max(16, _power(num_experts))
     ieee = wide and same_dtype
-    most_t, most_e = (32, 64) if ieee else (64, 128) if wide else (64, 256)
+    most_t, most_e = (16, 64) if ieee else (64, 128) if wide else (64, 256)
     block_t, block_e = (most_t, min(most_e, every)) if tokens > 512 else (16, min(64, every))
     if one_launch:
         block_t = max(16, _power(tokens))  # one tile of rows: who finishes it knows the counts
@@ -573,15 +573,15 @@ def router_config(tokens, num_experts, hidden, num_groups, itemsize, same_dtype,
         splits *= 2
     per_group = num_experts // num_groups
     block_g, block_p = _power(num_groups), _power(per_group)
+    # Eight warps for a large tile, and with 256 columns or more, where each of them ranks two tokens.
+    num_warps = 8 if block_t * block_e > 4096 or block_g * block_p >= 256 else 4
     return dict(
         splits=splits, TILES=tiles, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_K=block_k,
-        FINISH_T=max(1, min(block_t, 2048 // (block_g * block_p))),
+        FINISH_T=max(1, min(block_t, 512 * num_warps // (block_g * block_p))),
         GROUPS=num_groups, BLOCK_G=block_g, PER_GROUP=per_group, BLOCK_P=block_p,
-        # A 16-bit number is a TF32 one, or nearly: three TF32 products hold all of float32's that is left.
+        # 16-bit rows are TF32 numbers already: three TF32 products hold all that float32 gates add.
         PRECISION="ieee" if ieee else "tf32x3" if wide else "tf32",
-        # Eight warps for a large tile, and with 256 columns or more, where each of them ranks a token.
-        num_warps=8 if block_t * block_e > (1024 if ieee else 4096) or block_g * block_p >= 256 else 4,
-        num_stages=2 if wide else 3,
+        num_warps=num_warps, num_stages=2 if wide else 3,
     )  # fmt: skip
 
 
