@@ -241,6 +241,7 @@ def test_bidirectional_encoder(calls):
     assert calls == {"dense": 2, "varlen": 4}
 
 
+@pytest.mark.skipif(OLD, reason="this transformers' masks do not trace in one graph")
 def test_compiled_in_one_graph():
     """A padded batch and a window, masks and all, without asking the device anything."""
     model, _ = build("Gemma3Text")
