@@ -71,7 +71,7 @@ def parse_args(argv=None):
         "--module", metavar="PACKAGE:CALLABLE",
         help="what runs one batch; it may instead return a function that does, so that loading a model is not measured",
     )  # fmt: skip
-    parser.add_argument("--steps", type=int, default=3, help="batches to measure (default 3)")
+    parser.add_argument("--steps", type=int, default=3, help="batches to time, and again to profile (default 3)")
     parser.add_argument("--warmup", type=int, default=2, help="batches to run before (default 2)")
     parser.add_argument(
         "--attention", default=ATTENTION, metavar="REGEX",
@@ -171,7 +171,7 @@ def _callables(module):
 
 
 def measure(step, *, steps=3, warmup=2, attention=ATTENTION):
-    """Run ``step`` under torch.profiler; returns ``Found``.
+    """Run ``step`` so many times, and as often again under torch.profiler; returns ``Found``.
 
     A batch that returns a function is a loader: the function is the batch. Work is what runs on the GPU where there is one
     and it was used, else operators on the CPU. A kernel is attention when its own name matches ``attention``, or that of
@@ -197,15 +197,19 @@ def measure(step, *, steps=3, warmup=2, attention=ATTENTION):
         activities.append(torch.profiler.ProfilerActivity.CUDA)
         torch.cuda.synchronize()
     walls = []
-    with MemoryCurve(on_gpu) as curve, torch.profiler.profile(activities=activities, record_shapes=True) as prof:
+    with MemoryCurve(on_gpu) as curve:  # time and memory without the profiler, which takes both
         for _ in range(steps):
             start = time.perf_counter()
             step()
             if on_gpu:
                 torch.cuda.synchronize()
             walls.append(time.perf_counter() - start)
-    found = summarise(prof.events(), steps=steps, wall=sum(walls), attention=attention)
-    found.step_ms = 1e3 * statistics.median(walls)
+    with torch.profiler.profile(activities=activities, record_shapes=True) as prof:
+        for _ in range(steps):
+            step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    found = summarise(prof.events(), steps=steps, wall=steps * statistics.median(walls), attention=attention)
     found.memory, found.memory_curve = curve.summary(), curve.points(60)
     found.pools = kv_pools()
     if modules:
@@ -216,7 +220,7 @@ def measure(step, *, steps=3, warmup=2, attention=ATTENTION):
 
 
 def summarise(events, *, steps, wall, attention=ATTENTION):
-    """``Found`` of a profiler's events, memory and model apart; ``wall`` seconds."""
+    """``Found`` of a profiler's events, memory and model apart. wall: seconds that the batches take without it."""
     is_attention = re.compile(attention, re.IGNORECASE).search
     is_communication = re.compile(COMMUNICATION, re.IGNORECASE).search
     kernels = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA and not _annotation(e)]
@@ -428,7 +432,7 @@ def decide(found, target_ms=None):
     else:
         name, verdict = "unknown", "Attention is worth a better kernel if the questions marked unknown are answered with yes."
     lines.append(verdict)
-    if found.gpus <= 1 and name != "scheduling":
+    if found.gpus == 1 and name != "scheduling":
         lines.append("One GPU: only the kernel can help; balancing experts over devices needs several.")
     return Answer(name, lines)
 
