@@ -161,6 +161,13 @@ class PagedInputs:
         pages = self.block_table[b, : -(-length // size)].long()
         return tuple(x[pages].flatten(0, 1)[:length].transpose(0, 1)[None] for x in (self.k_cache, self.v_cache))
 
+    def padded(self):
+        """K and V without pages, (B, longest, Hkv, D or Dv), and zeros after a shorter sequence's end."""
+        size, longest = self.k_cache.shape[1], int(self.seq_lens.max())
+        pages = self.block_table[:, : -(-longest // size)].long().clamp(0, self.k_cache.shape[0] - 1)
+        past = torch.arange(longest, device=pages.device) >= self.seq_lens[:, None]
+        return tuple(x[pages].flatten(1, 2)[:, :longest].masked_fill(past[..., None, None], 0.0) for x in (self.k_cache, self.v_cache))
+
     def contiguous(self):
         """K and V of a batch of equal lengths without pages: (B, Hkv, length, D or Dv) views of (B, length, Hkv, .)."""
         length, size = int(self.seq_lens[0]), self.k_cache.shape[1]
@@ -249,3 +256,30 @@ def decode_peers(problem, inputs):
 
         peers["fa3"] = fa3
     return peers
+
+
+def contiguous_peers(problem, inputs):
+    """{"fa3": function of no arguments} over K and V without pages, lengths ragged or not; {} where it cannot run.
+
+    The FlashAttention-3 wheel ``fa3-fwd`` is built without pages. It chooses its number of splits itself.
+    Outputs are (B, q_len, Hq, Dv).
+    """
+    q = inputs.q
+    name = next((n for n in ("fa3_fwd_interface", "flash_attn_interface") if util.find_spec(n)), None)
+    hopper = q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) == (9, 0)
+    if name is None or not hopper or problem.dtype != "bfloat16":
+        return {}
+    interface = __import__(name)
+    k, v = inputs.padded()
+    options = dict(cache_seqlens=inputs.seq_lens, softmax_scale=problem.scale, causal=True)
+    args = (q, k, v)
+    if problem.latent:  # the rotary part as q, k and the latent part as qv, v
+        rope = problem.D - problem.Dv
+        args = (q[..., -rope:].contiguous(), k[..., -rope:].contiguous(), k[..., :-rope].contiguous())
+        options["qv"] = q[..., :-rope].contiguous()
+
+    def fa3():
+        out = interface.flash_attn_with_kvcache(*args, **options)
+        return out[0] if isinstance(out, tuple) else out
+
+    return {"fa3": fa3}

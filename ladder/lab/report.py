@@ -113,6 +113,47 @@ def scheduler_table(doc):
     return "\n".join(lines)
 
 
+def dflash2_table(doc):
+    """Step 08 beside its peers: prefill in TFLOP/s and as a multiple of FlashAttention-3, decode in TB/s against the best peer."""
+    from ladder.bench_v2 import LENGTHS, OURS, by_cell, faster, geometric_mean
+
+    lengths = [f"{n // 1024}k" for n in LENGTHS]
+    prefill, ratios = {}, []
+    for impls in by_cell(doc["rows"], "prefill"):
+        if OURS in impls:
+            _, size, mask, length, layout = impls[OURS]["cell"].split(" ", 4)
+            ratio = faster(impls, "fa3")
+            ratios += [ratio] if ratio else []
+            prefill.setdefault(f"{size} {mask}, {layout}", {})[length] = f"{impls[OURS]['tflops']:.0f}" + (f" ({ratio:.2f})" if ratio else "")
+    lines = ["| prefill | " + " | ".join(lengths) + " |", "|---|" + "--:|" * len(lengths)]
+    lines += [f"| {name} | " + " | ".join(cells.get(n, "") for n in lengths) + " |" for name, cells in prefill.items()]
+    lines += [
+        "",
+        "TFLOP/s of step 08 and, in brackets, its speed over FlashAttention-3's"
+        + (f": geometric mean {geometric_mean(ratios):.2f} over {len(ratios)} cells, least {min(ratios):.2f}." if ratios else "."),
+        "",
+        "| decode, sequences x context | K + V | step 08 | best peer | over it | step 07 |", "|---|--:|--:|--:|--:|--:|",
+    ]  # fmt: skip
+    for mode in ("decode", "mla_decode"):
+        for impls in by_cell(doc["rows"], mode):
+            if (ours := impls.get(OURS)) is None:
+                continue
+            peers = {name: r for name in impls if not name.startswith("step") and (r := faster(impls, name))}
+            best = min(peers, key=peers.get) if peers else None
+            peer = f"{title(best)} {impls[best]['tbs']:.2f} | {peers[best]:.2f}" if best else "- | -"
+            old = f"{impls['step07_dflash1']['tbs']:.2f}" if "step07_dflash1" in impls else "-"
+            name = ours["cell"].removeprefix("decode ").replace("mla_decode", "MLA,")
+            lines.append(f"| {name} | {_bytes(ours['tbs'] * ours['ms']['median'] * 1e9)} | {ours['tbs']:.2f} | {peer} | {old} |")
+    lines += [
+        "",
+        f"TB/s of live K and V; reading reaches {doc['limits']['read_tbs']:.2f} TB/s here. Pages of 64 for the rungs, contiguous K and V for the "
+        f"peers, CUDA graphs. All implementations of a cell in turn in one run, bf16; {results.caption(doc)}, torch {doc['machine']['torch']}, Triton "
+        f"{doc['machine']['triton']}, commit {doc['commit']}, by `{doc['command']}`."
+        + ("" if doc.get("complete", True) else f" The run was cut short: {len(doc['not_run'])} cells are missing."),
+    ]
+    return "\n".join(lines)
+
+
 def climb_figure(doc):
     """Time of every implementation on the largest case they share, and peak memory against sequence length.
 
@@ -239,6 +280,8 @@ SECTIONS = {
     "decode-table": ("step07_dflash1", decode_table),
     "scheduler-table": ("dspark", scheduler_table),
 }
+OPTIONAL = {"dflash2-table": ("step08_dflash2", dflash2_table)}  # a README may hold these before they are recorded
+SECTIONS.update({name: made for name, made in OPTIONAL.items() if (results.FOLDER / f"{made[0]}.json").exists()})
 FIGURES = {"ladder.png": ("ladder", climb_figure)}
 
 
@@ -246,6 +289,8 @@ def render(text):
     """README text with every known section made anew from its recorded file; KeyError names an unknown marker."""
 
     def fill(match):
+        if match[1] in OPTIONAL and match[1] not in SECTIONS:
+            return f"<!-- {match[1]} -->\n*Not recorded yet.*\n<!-- /{match[1]} -->"
         source, make = SECTIONS[match[1]]
         return f"<!-- {match[1]} -->\n{make(results.load(source))}\n<!-- /{match[1]} -->"
 

@@ -1,27 +1,21 @@
 """Launching decode: arguments checked, tiles and programs chosen, one kernel a call, also when the keys are split."""
 
 import functools
-import math
-import numbers
 from typing import NamedTuple
 
 import torch
 
-from ladder.contract import check_flag, check_integer, merge_config
-from ladder.lab import interpret
-from ladder.step05_fused.attention import LOG2_E
-from ladder.step05_fused.attention import _kernel as check_device
+from ladder.contract import check_integer, merge_config
 from ladder.step06_paged.attention import check_out, processors
 from ladder.step06_paged.cache import check_paged
-from ladder.step07_dflash1.attention import DecodeWorkspace, _fit_page, _sign, arch, layout, split_head
+from ladder.step07_dflash1.attention import DecodeWorkspace, _fit_page, arch, layout, split_head
 
 from . import eager
+from .attention import MAX_HEAD_DIM, RUNG, check_options, device_code, scale_factors
 from .windows import UNLIMITED, RangeWindows
 
-__all__ = ["DecodeWorkspace", "decode_config", "dflash2_decode", "dflash2_mla_decode", "get_decode_schedule"]
+__all__ = ["DecodeWorkspace", "decode_bytes_moved", "decode_config", "dflash2_decode", "dflash2_mla_decode", "get_decode_schedule"]
 
-RUNG = "step08_dflash2"
-MAX_HEAD_DIM = 256
 MIN_SPLIT_KEYS = 256  # fewer are read faster than their partial result is merged
 FIXED, FOUND, GIVEN = 0, 1, 2  # as in decode_kernel
 SEQUENCES_AT_A_TIME = 1024  # of the batch that a program's search looks at
@@ -70,12 +64,12 @@ def dflash2_decode(
     Source: Dao et al., "Flash-Decoding"; Kwon et al., "PagedAttention"; sinks as in OpenAI's gpt-oss, softcap as in
         Gemma Team, "Gemma 2", section 2.
     """
-    _refuse_gradients(q, k_cache, v_cache, sinks)
     if torch.compiler.is_compiling():
+        _refuse_under_compile((q, k_cache, v_cache, sinks), config)
         lse_shape = _lse_shape(q)
         out = q.new_empty(*q.shape[:-1], v_cache.shape[-1]) if out is None else out
         lse = torch.ops.ladder.dflash2_decode(
-            q, k_cache, v_cache, block_table, seq_lens, causal, scale, _flat(windows), softcap or 0.0, sinks, num_kv_splits, return_lse,
+            q, k_cache, v_cache, block_table, seq_lens, causal, scale, _flat(windows), softcap, sinks, num_kv_splits, return_lse,
             out, *_tensors(workspace), schedule,
         )  # fmt: skip
         return (out, lse.view(lse_shape)) if return_lse else out
@@ -108,12 +102,12 @@ def dflash2_mla_decode(
 
     Source: DeepSeek-AI, "DeepSeek-V2", section 2.1; the shared tile is FlashMLA's.
     """
-    _refuse_gradients(q, latent_cache, sinks)
     if torch.compiler.is_compiling():
+        _refuse_under_compile((q, latent_cache, sinks), config)
         lse_shape = _lse_shape(q)
         out = q.new_empty(*q.shape[:-1], head_dim_v) if out is None else out
         lse = torch.ops.ladder.dflash2_mla_decode(
-            q, latent_cache, block_table, seq_lens, scale, head_dim_v, causal, _flat(windows), softcap or 0.0, sinks, num_kv_splits,
+            q, latent_cache, block_table, seq_lens, scale, head_dim_v, causal, _flat(windows), softcap, sinks, num_kv_splits,
             return_lse, out, *_tensors(workspace), schedule,
         )  # fmt: skip
         return (out, lse.view(lse_shape)) if return_lse else out
@@ -173,7 +167,7 @@ def get_decode_schedule(
     elif not isinstance(out, torch.Tensor) or out.shape != (plan.num_slots, 4) or out.dtype != torch.int32 \
             or out.device != device or not out.is_contiguous():  # fmt: skip
         raise _unlike("out", out, f"a contiguous int32 torch.Tensor ({plan.num_slots}, 4) on {device}")
-    if device.type == "cpu" and not interpret.is_enabled():
+    if device_code(seq_lens, "decode_kernel") is None:
         _fill_schedule(out, seq_lens, q_len, max_seq_len, windows, plan)
     elif plan.num_slots:
         _launch_schedule(out, seq_lens, q_len, max_seq_len, windows, plan)
@@ -182,11 +176,9 @@ def get_decode_schedule(
 
 def _launch_schedule(schedule, seq_lens, q_len, capacity, windows, plan):
     """Launch ``dflash2_schedule``, which fills the num_slots entries of ``schedule``."""
-    from .decode_kernel import dflash2_schedule
-
-    batch = seq_lens.shape[0]
+    batch, kernel = seq_lens.shape[0], device_code(seq_lens, "decode_kernel").dflash2_schedule
     with torch.cuda.device_of(seq_lens):
-        dflash2_schedule[(plan.num_slots,)](
+        kernel[(plan.num_slots,)](
             schedule, seq_lens, None if windows is None else windows.table(seq_lens.device), batch, q_len, capacity,
             plan.target, plan.most, plan.min_tiles,
             NUM_RANGES=0 if windows is None else len(windows), BLOCK_N=plan.config["BLOCK_N"], BLOCK_B=_block_b(batch), num_warps=2,
@@ -207,16 +199,19 @@ def _decode(
         RUNG, q, k_cache, v_cache, block_table, seq_lens, scale=scale, max_head_dim=MAX_HEAD_DIM, q_layout="(B, q_len, Hq, D)"
     )
     out = check_out(RUNG, out, q, (*q.shape[:3], v_cache.shape[3]), one_token)
-    options = _check_options(q, causal, windows, softcap, sinks, num_kv_splits, return_lse, workspace, schedule, right)
+    options = _check_options(
+        (q, k_cache, v_cache), causal, windows, softcap, sinks, num_kv_splits, return_lse, workspace, schedule, right
+    )
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32) if return_lse else None
-    if q.device.type == "cpu" and not interpret.is_enabled():
+    if device_code(q, "decode_kernel") is None:
         result = eager.decode(
             q, k_cache, v_cache, block_table, seq_lens, causal=False, scale=scale, return_lse=return_lse, out=out, **options
         )
         lse = result[1] if return_lse else None
     elif out.numel():
         _launch_decode(
-            q, k_cache, v_cache, block_table, seq_lens, out, lse, scale=scale, workspace=workspace, schedule=schedule, config=config, **options
+            q, k_cache, v_cache, block_table, seq_lens, out, lse,
+            scale=scale, workspace=workspace, schedule=schedule, config=config, **options,
         )  # fmt: skip
     if one_token:
         out, lse = out[:, 0], lse[..., 0] if return_lse else None
@@ -246,16 +241,19 @@ def _mla_decode(
     if q.shape[-1] > 2 * head_dim_v:
         raise NotImplementedError(f"{RUNG}: D = {q.shape[-1]} is above twice head_dim_v = {head_dim_v}")
     out = check_out(RUNG, out, q, (*q.shape[:3], head_dim_v), one_token)
-    options = _check_options(q, causal, windows, softcap, sinks, num_kv_splits, return_lse, workspace, schedule, right)
+    options = _check_options((q, latent_cache), causal, windows, softcap, sinks, num_kv_splits, return_lse, workspace, schedule, right)
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32) if return_lse else None
-    if q.device.type == "cpu" and not interpret.is_enabled():
+    if device_code(q, "decode_kernel") is None:
         result = eager.mla_decode(
             q, latent_cache, block_table, seq_lens,
             causal=False, scale=scale, head_dim_v=head_dim_v, return_lse=return_lse, out=out, **options,
         )  # fmt: skip
         lse = result[1] if return_lse else None
     elif out.numel():
-        _launch_mla(q, latent_cache, block_table, seq_lens, out, lse, scale=scale, workspace=workspace, schedule=schedule, config=config, **options)
+        _launch_mla(
+            q, latent_cache, block_table, seq_lens, out, lse,
+            scale=scale, workspace=workspace, schedule=schedule, config=config, **options,
+        )  # fmt: skip
     if one_token:
         out, lse = out[:, 0], lse[..., 0] if return_lse else None
     return (out, lse) if return_lse else out
@@ -266,9 +264,7 @@ def _launch_decode(
     right, scale, windows, softcap, sinks, num_kv_splits, workspace=None, schedule=None, config=None, latent=False,
 ):  # fmt: skip
     """Launch ``dflash2_decode`` on checked arguments, q and out (B, q_len, Hq, .), none of them empty; fills out and lse."""
-    check_device(RUNG, q)
-    from .decode_kernel import dflash2_decode as kernel
-
+    kernel = device_code(q, "decode_kernel").dflash2_decode
     (batch, q_len, num_heads, head_dim), (_, page_size, num_kv_heads, head_dim_v) = q.shape, v_cache.shape
     group, device, capacity = num_heads // num_kv_heads, q.device, block_table.shape[1] * page_size
     plan = _plan(
@@ -290,11 +286,7 @@ def _launch_decode(
         if apart:
             kind, schedule = GIVEN, part_lse[part_rows : part_rows + 4 * num_slots].view(torch.int32)
             _launch_schedule(schedule, seq_lens, q_len, capacity, windows, plan)
-    inner_scale, scale_log2 = 1.0, abs(scale) * LOG2_E
-    if softcap > 0:
-        inner_scale, scale_log2 = abs(scale) / softcap, softcap * LOG2_E
-    if _sign(scale) == 0:  # a zero scale is a zero q
-        inner_scale, scale_log2 = 1.0, 1.0
+    sign, scale_log2, cap_scale = scale_factors(scale, softcap)
     with torch.cuda.device_of(q):
         kernel[(num_kv_heads * row_tiles * num_slots,)](
             q, k_cache, v_cache, block_table, seq_lens, None if windows is None else windows.table(device), sinks, schedule,
@@ -302,11 +294,11 @@ def _launch_decode(
             *q.stride(), *k_cache.stride(), *v_cache.stride(), *out.stride(), *block_table.stride(),
             0 if sinks is None else sinks.stride(0),
             batch, num_kv_heads, q_len, capacity, num_slots, plan.num_splits, plan.target, plan.most, plan.min_tiles,
-            right or 0, scale_log2, inner_scale,
+            right or 0, scale_log2, cap_scale,
             GROUP=group, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, PAGE_SIZE=page_size, V_IS_K=latent, SCHEDULE=kind,
             SPLIT=split, BLOCK_B=_block_b(batch), NUM_RANGES=0 if windows is None else len(windows),
             LIMIT_RIGHT=right is not None and q_len > 1,  # the last token sees every key: a length ends there
-            SOFTCAP=softcap > 0, HAS_SINKS=sinks is not None, SIGN=_sign(scale), HAS_LSE=lse is not None,
+            SOFTCAP=softcap > 0, HAS_SINKS=sinks is not None, SIGN=sign, HAS_LSE=lse is not None,
             **layout(k_cache, v_cache), **plan.merge, **config,
         )  # fmt: skip
 
@@ -315,6 +307,14 @@ def _launch_mla(q, latent_cache, block_table, seq_lens, out, lse, **options):
     """As ``_launch_decode`` for q (B, q_len, H, D) on a latent_cache (num_pages, page_size, D) whose first columns, as many as
     out has, are the value.
     """
+    from .attention import hopper_code
+
+    hopper = hopper_code(q.device)
+    what = {name: options[name] for name in ("scale", "windows", "softcap", "schedule")}
+    if hopper is not None and options["config"] is None and hopper.supports_mla(q, latent_cache, out, **what) is None:
+        what = {name: options[name] for name in ("scale", "right", "sinks", "num_kv_splits", "workspace")}
+        hopper.launch_mla(q, latent_cache, block_table, seq_lens, out, lse, **what)
+        return
     k_cache = latent_cache[:, :, None]
     _launch_decode(q, k_cache, k_cache[..., : out.shape[3]], block_table, seq_lens, out, lse, latent=True, **options)
 
@@ -404,14 +404,29 @@ def decode_config(head_dim, head_dim_v, rows, page_size, itemsize, arch, latent=
     else:
         block_n, num_warps, num_stages = (64 if widest <= 128 else 32), 4, 4 if arch == 90 else 3
     block_n = _fit_page(block_n, page_size)
-    if page_size % block_n and num_stages > 1:
-        num_stages += 1  # a lookup for every key, which the loads wait for
+    if page_size % block_n and num_stages > 1:  # a lookup for every key: another stage, and twice the registers for addresses
+        block_n, num_stages = min(block_n, 32), num_stages + 1
     return dict(
         BLOCK_D=block_d, TAIL_D=tail_d, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_N=block_n,
         PRECISION="ieee" if itemsize == 4 else "tf32", num_warps=num_warps, num_stages=num_stages,
         programs_per_sm=programs_per_sm, most_per_sm=most_per_sm, min_split_keys=MIN_SPLIT_KEYS,
-        merge_registers=64 if widest <= 256 else 32, schedule_apart=widest > 256 and block_m == 64,
+        merge_registers=64 if block_m == 16 and widest <= 256 else 32, schedule_apart=widest > 256 and block_m > 16,
     )  # fmt: skip
+
+
+def decode_bytes_moved(problem):
+    """Bytes that one decode call loads and stores: K and V once per KV head (once in all for a latent cache), and what
+    the splits leave for the merge. Needs the fields of ``ladder.lab.decode.DecodeProblem``.
+    """
+    p, rows = problem, problem.q_len * (problem.Hq // problem.Hkv)
+    plan = _plan(
+        p.B, p.q_len, p.Hq // p.Hkv, p.Hkv, p.D, p.Dv, p.page_size, p.capacity, p.itemsize, 90, 132, p.latent, None, UNLIMITED, None
+    )
+    schedule = torch.empty(plan.num_slots, 4, dtype=torch.int32)
+    _fill_schedule(schedule, torch.tensor(p.seq_lens, dtype=torch.int32), p.q_len, p.capacity, None, plan)
+    used, parts = int((schedule[:, 0] >= 0).sum()), int(((schedule[:, 0] >= 0) & (schedule[:, 2] > 1)).sum())
+    partial = 2 * 4 * parts * p.Hkv * rows * (p.Dv + 1)
+    return plan.row_tiles * p.kv_bytes + p.itemsize * p.Hkv * rows * (used * p.D + p.B * p.Dv) + partial
 
 
 def _fill_schedule(out, seq_lens, q_len, capacity, windows, plan):
@@ -459,18 +474,14 @@ def _frozen(config):
     return None if config is None else tuple(sorted(merge_config(RUNG, {}, config).items()))
 
 
-def _check_options(q, causal, windows, softcap, sinks, num_kv_splits, return_lse, workspace, schedule, right):
-    """Check what the shapes of q, K and V do not show; returns the keywords of the launch."""
+def _check_options(tensors, causal, windows, softcap, sinks, num_kv_splits, return_lse, workspace, schedule, right):
+    """Check what the shapes of ``tensors`` (q, k_cache, v_cache) do not show; returns the keywords of the launch."""
+    q = tensors[0]
     if not isinstance(causal, bool):
         raise TypeError(f"{RUNG}: causal is {causal!r}; want True or False")
-    check_flag(RUNG, "return_lse", return_lse)
-    softcap = _check_softcap(softcap)
-    num_heads = q.shape[2]
-    if sinks is not None:
-        wanted = f"a float16, bfloat16 or float32 torch.Tensor ({num_heads},) on {q.device}, one logit a query head"
-        if not isinstance(sinks, torch.Tensor) or sinks.shape != (num_heads,) or sinks.device != q.device \
-                or sinks.dtype not in (torch.float16, torch.bfloat16, torch.float32):  # fmt: skip
-            raise _unlike("sinks", sinks, wanted)
+    if sinks is not None and not isinstance(sinks, torch.Tensor):
+        raise _unlike("sinks", sinks, f"a torch.Tensor ({q.shape[2]},), or None")
+    windows, softcap, right = check_options(tensors, q.shape[2], causal, windows, softcap, sinks, return_lse, right)
     if num_kv_splits is not None:
         num_kv_splits = check_integer(RUNG, "num_kv_splits", num_kv_splits, 1, optional=True)
     if workspace is not None and not isinstance(workspace, DecodeWorkspace):
@@ -481,19 +492,7 @@ def _check_options(q, causal, windows, softcap, sinks, num_kv_splits, return_lse
         if not isinstance(schedule, torch.Tensor) or schedule.ndim != 2 or schedule.shape[1] != 4 or schedule.dtype != torch.int32 \
                 or schedule.device != q.device or not schedule.is_contiguous():  # fmt: skip
             raise _unlike("schedule", schedule, f"a contiguous int32 torch.Tensor (num_slots, 4) on {q.device}, of get_decode_schedule")
-    if right is None and causal:
-        right = 0
-    return dict(right=right, windows=_check_windows(windows), softcap=softcap, sinks=sinks, num_kv_splits=num_kv_splits)
-
-
-def _check_softcap(softcap):
-    if softcap is None:
-        return 0.0
-    if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real):
-        raise TypeError(f"{RUNG}: softcap is {softcap!r}; want a positive number, or 0 for none")
-    if not 0 <= softcap < math.inf:
-        raise ValueError(f"{RUNG}: softcap is {softcap}; want a positive number, or 0 for none")
-    return float(softcap)
+    return dict(right=right, windows=windows, softcap=softcap, sinks=sinks, num_kv_splits=num_kv_splits)
 
 
 def _check_windows(windows):
@@ -509,13 +508,16 @@ def _unlike(name, given, wanted):
     return ValueError(f"{RUNG}: {name} is {tuple(given.shape)} {given.dtype} on {given.device}; want {wanted}")
 
 
-def _refuse_gradients(*tensors):
-    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors):
-        raise NotImplementedError(f"{RUNG}: forward only; use torch.no_grad(), or step04_gqa, which is differentiable")
-
-
 # Under torch.compile the calls are operators that the compiler does not look into. They write ``out``, and return the
 # log-sum-exp, (B, Hq, q_len), of no element unless it is asked for.
+
+
+def _refuse_under_compile(tensors, config):
+    """Refuse what the operator cannot be told; all else it checks when it runs."""
+    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors):
+        raise NotImplementedError(f"{RUNG}: forward only; use torch.no_grad(), or step04_gqa, which is differentiable")
+    if config is not None:
+        raise NotImplementedError(f"{RUNG}: config is for tuning outside torch.compile; want None")
 
 
 def _flat(windows):
@@ -576,5 +578,7 @@ def _fake_decode(q, k_cache, v_cache, block_table, seq_lens, causal, scale, wind
 
 
 @_mla_decode_op.register_fake
-def _fake_mla_decode(q, latent_cache, block_table, seq_lens, scale, head_dim_v, causal, windows, softcap, sinks, num_kv_splits, return_lse, *tensors):
+def _fake_mla_decode(
+    q, latent_cache, block_table, seq_lens, scale, head_dim_v, causal, windows, softcap, sinks, num_kv_splits, return_lse, *tensors
+):  # fmt: skip
     return q.new_empty(_lse_shape(q) if return_lse else 0, dtype=torch.float32)

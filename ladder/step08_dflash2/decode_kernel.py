@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .prefill_kernel import dflash2_tanh
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 FIXED, FOUND, GIVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # where a program learns its part of the work
@@ -10,7 +12,8 @@ FIXED, FOUND, GIVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # where
 
 @triton.jit
 def dflash2_limits(position, length, windows_ptr, NUM_RANGES: tl.constexpr):
-    """(sink, left) of queries at ``position``, of any shape: they see the keys below sink, and from position - left on."""
+    """(sink, left) of queries at ``position``, of any shape, a scalar's too: they see
+    the keys below sink, and those from position - left on."""
     sink, left = position * 0, position * 0 + 1073741824
     for i in tl.static_range(NUM_RANGES):  # backwards, so that the earlier of two counts
         entry = windows_ptr + (NUM_RANGES - 1 - i) * 4
@@ -99,7 +102,7 @@ def dflash2_find(
     return seq, slot - before, chunk
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "capacity", "target", "most", "min_tiles"])
 def dflash2_schedule(
     schedule_ptr, seq_lens_ptr, windows_ptr, batch, q_len, capacity, target, most, min_tiles,
     NUM_RANGES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
@@ -120,20 +123,9 @@ def dflash2_schedule(
 
 
 @triton.jit
-def dflash2_decode_tanh(x, EXACT: tl.constexpr):
-    """tanh by one exponential; where that would cancel, EXACT takes the series."""
-    tanh = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0)
-    if EXACT:
-        y = x * x
-        near = x * (1.0 + y * (-1.0 / 3 + y * (2.0 / 15 + y * (-17.0 / 315 + y * (62.0 / 2835)))))
-        tanh = tl.where(y < 0.0625, near, tanh)
-    return tanh
-
-
-@triton.jit
 def dflash2_decode_tile(
     q, q_tail, acc, row_max, row_sum, k_base, v_base, k_rows, v_rows, stride_kd, stride_vd,
-    live, visible, scale_log2, inner_scale,
+    live, visible, scale_log2, cap_scale,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     V_IS_K: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -165,7 +157,7 @@ def dflash2_decode_tile(
         scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision=PRECISION)
 
     if SOFTCAP:  # scale_log2 is then the cap, in powers of 2
-        scores = dflash2_decode_tanh(scores * inner_scale, PRECISION == "ieee")
+        scores = dflash2_tanh(scores * cap_scale, PRECISION)
     scores = tl.where(visible, scores, float("-inf"))
     # The maximum is kept scaled, so that one multiply-add prepares each exponent.
     new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale_log2)
@@ -238,7 +230,7 @@ def dflash2_merge(
             tl.store(lse_ptr + first_lse + head * q_len + token, (top + tl.log2(total)) * LN_2, mask=row_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "capacity", "num_slots", "num_splits", "target", "most", "min_tiles", "right"])
 def dflash2_decode(
     q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, windows_ptr, sinks_ptr, schedule_ptr, out_ptr, lse_ptr,
     part_out_ptr, part_lse_ptr, counter_ptr,
@@ -246,7 +238,7 @@ def dflash2_decode(
     stride_kp, stride_kn, stride_kh, stride_kd,
     stride_vp, stride_vn, stride_vh, stride_vd,
     stride_ob, stride_om, stride_oh, stride_od, stride_tb, stride_tp, stride_sink,
-    batch, num_kv_heads, q_len, capacity, num_slots, num_splits, target, most, min_tiles, right, scale_log2, inner_scale,
+    batch, num_kv_heads, q_len, capacity, num_slots, num_splits, target, most, min_tiles, right, scale_log2, cap_scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     TAIL_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr, V_IS_K: tl.constexpr, SCHEDULE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_B: tl.constexpr,
@@ -318,6 +310,7 @@ def dflash2_decode(
 
     position = length - q_len + token
     row_sink, row_left = dflash2_limits(position, length, windows_ptr, NUM_RANGES)
+    row_low, row_last = position - row_left, tl.minimum(position + right, length - 1)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -338,11 +331,12 @@ def dflash2_decode(
         live = key < length
         if NUM_RANGES > 0:
             live = live & ((key >= low) | (key < sink_end))
-        visible = live[None, :]
-        if NUM_RANGES > 0:
-            visible = visible & ((key[None, :] >= (position - row_left)[:, None]) | (key[None, :] < row_sink[:, None]))
         if LIMIT_RIGHT:
-            visible = visible & (key[None, :] <= (position + right)[:, None])
+            visible = in_tile[None, :] <= (row_last - start)[:, None]
+        else:
+            visible = live[None, :]
+        if NUM_RANGES > 0:
+            visible = visible & ((key[None, :] >= row_low[:, None]) | (key[None, :] < row_sink[:, None]))
         if PAGE_SIZE % BLOCK_N == 0:  # the tile lies in one page, looked up a tile ahead: its keys do not wait for it
             page = next_page.to(tl.int64)
             after = (tile + 1 + tl.where(tile + 1 >= sink_tiles, gap, 0)) * BLOCK_N
@@ -360,7 +354,7 @@ def dflash2_decode(
             k_rows, v_rows = tl.multiple_of(k_rows, ALIGNED), tl.multiple_of(v_rows, ALIGNED)
         acc, row_max, row_sum = dflash2_decode_tile(
             q, q_tail, acc, row_max, row_sum, k_base + k_first, v_base + v_first, k_rows, v_rows, stride_kd, stride_vd,
-            live, visible, scale_log2, inner_scale,
+            live, visible, scale_log2, cap_scale,
             HEAD_DIM, HEAD_DIM_V, BLOCK_D, TAIL_D, BLOCK_DV, V_IS_K, SOFTCAP, WIDE, PRECISION,
         )  # fmt: skip
 

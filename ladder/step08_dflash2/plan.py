@@ -26,16 +26,25 @@ def launch_config(
     Returns:
         A dict of the kernel's compile-time arguments; do not change it, calls share it.
     """
-    config = prefill_config(head_dim, head_dim_v, itemsize, arch, page_size, ragged)
-    if softcap or num_ranges > 1:  # they take registers, which tiles of 128 keys leave none of
-        config.update(BLOCK_N=min(config["BLOCK_N"], 64))
+    config = prefill_config(head_dim, head_dim_v, itemsize, arch, 0, ragged)
+    small = 64 if softcap or num_ranges > 1 else 128  # they take registers, which tiles of 128 keys leave none of
+    if page_size and itemsize == 2:
+        # A page of 16 is no reason for tiles of 16 keys, which rescale the output four times as often as tiles of 64: a
+        # tile looks up the page of each of its keys instead. One stage of loads is that lookup.
+        config["num_stages"] += 1
+        small = 32 if softcap and config["BLOCK_D"] + config["TAIL_D"] > 192 else 64
+    elif page_size:
+        config["BLOCK_N"] = prefill_config(head_dim, head_dim_v, itemsize, arch, page_size, ragged)["BLOCK_N"]
+    config["BLOCK_N"] = min(config["BLOCK_N"], small)
     pack = 1
     if tokens is not None and tokens <= config["BLOCK_M"]:
         # A chunk shorter than a tile fills it with the heads of its group, which then load K and V together.
         pack = next(p for p in range(min(group, config["BLOCK_M"]), 0, -1) if group % p == 0)
     if most_tokens is not None and most_tokens * pack < config["BLOCK_M"]:
         block_m = max(16, 1 << (most_tokens * pack - 1).bit_length()) if most_tokens else 16
-        if block_m < config["BLOCK_M"]:
+        if block_m <= 32:  # few rows: memory binds, so small programs with more loads under way
+            config.update(BLOCK_M=block_m, BLOCK_N=min(config["BLOCK_N"], 32), num_warps=4, num_stages=config["num_stages"] + (itemsize == 2))
+        elif block_m < config["BLOCK_M"]:
             config.update(BLOCK_M=block_m, BLOCK_N=min(config["BLOCK_N"], 64), num_warps=4)
     return {**config, "PACK": pack}
 

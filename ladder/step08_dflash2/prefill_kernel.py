@@ -8,8 +8,9 @@ from ladder.step07_dflash1.kernel import dflash1_find, dflash1_key_rows
 
 @triton.jit
 def dflash2_tanh(x, PRECISION: tl.constexpr):
-    """tanh by one exponential; its error is a unit of 1, so float32 takes a polynomial where the result is small."""
-    y = 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)  # 2 log2(e); an exponential of inf gives 1, of 0 gives -1
+    """tanh by one exponential, which never overflows; float32 takes a polynomial where the result is small."""
+    y = 2.0 / (1.0 + tl.exp2(tl.abs(x) * -2.8853900817779268)) - 1.0  # 2 log2(e); its error is a unit of 1
+    y = tl.where(x < 0, -y, y)
     if PRECISION == "ieee":
         square = x * x
         y = tl.where(square < 0.01, x * (1.0 + square * (-0.33333333 + square * 0.13333333)), y)

@@ -1,0 +1,264 @@
+"""The bench of rung 08: every cell rehearsed small, wrong answers and interruptions recorded as such, ratios computed right."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from ladder import bench_v2, step08_dflash2  # noqa: E402
+from ladder.bench_v2 import OURS, V1, cells, main, prefill_problems, ratio_summary, targets  # noqa: E402
+from ladder.lab import results  # noqa: E402
+from ladder.lab.decode import DecodeProblem  # noqa: E402
+from ladder.lab.problem import reference  # noqa: E402
+from ladder.lab.roofline import Limits  # noqa: E402
+from ladder.lab.windows import WindowOracle, visible_rows  # noqa: E402
+
+LIMITS = Limits(800.0, 4.0, 4.0)
+RANGES = [
+    [(0, None, 0, 3)], [(0, None, 2, 4)], [(0, -5, 1, 3)], [(-6, None, 3, 1)], [(2, 7, 0, 2), (9, None, 4, None)], [(0, 4, 0, None), (4, -2, 5, 2)],
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def fast_limits(monkeypatch):
+    monkeypatch.setattr(bench_v2, "measure_limits", lambda *args, **kwargs: LIMITS)
+    monkeypatch.setattr(bench_v2, "_warm_all", lambda *args: None)
+    if not torch.cuda.is_available():  # the bench is what is tested: step 08 by PyTorch, not in the slow interpreter
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+def rehearse(path, *args):
+    code = main(["--dry", "--json", str(path), *args])
+    return code, results.load(path)
+
+
+def test_every_section_rehearses_right(tmp_path):
+    picks = ["d128 causal (1|128)k", "dense 32k (MHA|group 6)", "decode B1 4k", "ragged", "q_len 4", "16 heads B1 ", "windows", "chunked.*128k$", "memory"]
+    code, doc = rehearse(tmp_path / "r.json", *[x for p in picks for x in ("--cells", p)])
+    assert code == 0 and doc["complete"] and not doc["not_run"] and not doc["failures"] and doc["dry"]
+    sections = {row["case"]["mode"] for row in doc["rows"]}
+    assert sections == {"prefill", "decode", "mla_decode", "window", "chunked", "memory"}
+    ours = [row for row in doc["rows"] if row["impl"] == OURS]
+    assert all(row["ok"] and row["max_error"] <= row["budget"] for row in ours if "ms" in row)
+    names = {cell.name for cell in bench_v2.chosen_cells(None, picks, True)} - {"memory 128k causal"}
+    assert names <= {row.get("cell") for row in ours}
+    assert {"step08_contiguous"} < {row["impl"] for row in doc["rows"]}
+
+
+def test_first_call_says_what_import_warmup_and_calls_take(tmp_path):
+    code, doc = rehearse(tmp_path / "r.json", "--only", "first_call")
+    assert code == 0 and not doc["failures"]
+    kinds = {(row["case"]["cache"], row["case"]["warmup"]) for row in doc["rows"]}
+    assert {("warm", False), ("empty", True)} <= kinds
+    assert all(row["seconds_import"] > 0 and row["seconds_prefill"] > 0 and row["seconds_decode"] > 0 for row in doc["rows"])
+
+
+def test_a_wrong_answer_is_recorded_as_wrong(tmp_path, monkeypatch):
+    right = step08_dflash2.dflash2_attention
+
+    def wrong(q, k, v, *, out=None, **options):
+        return out.copy_(right(q, k, v, **options) * 1.05)
+
+    monkeypatch.setattr(step08_dflash2, "dflash2_attention", wrong)
+    _, doc = rehearse(tmp_path / "r.json", "--cells", "d128 causal 1k MHA")
+    row = results.one(doc, OURS)
+    assert row["ok"] is False and "over the budget" in row["reason"]
+    line = next(e for e in doc["must_reach"] if e["what"].startswith("share of answers"))
+    assert line["value"] == 0 and not line["ok"]
+
+
+def test_what_nobody_writes_is_not_taken_for_an_answer(tmp_path, monkeypatch):
+    calls = []
+
+    def only_once(q, k, v, *, out=None, **options):
+        if not calls:
+            calls.append(out.copy_(reference(q, k, v, causal=True)[0]))
+        return out
+
+    monkeypatch.setattr(step08_dflash2, "dflash2_attention", only_once)
+    _, doc = rehearse(tmp_path / "r.json", "--cells", "d128 causal 1k MHA")
+    row = results.one(doc, OURS)  # right before the timing, NaN after it
+    assert row["ok"] is False and "not finite" in row["reason"]
+
+
+def test_an_implementation_that_fails_later_is_no_result(tmp_path, monkeypatch):
+    """One that breaks while it is timed has no row, one that breaks after has a wrong one."""
+    right, events, state = step08_dflash2.dflash2_attention, bench_v2.Measure.events, {}
+
+    def breaks(*args, **options):
+        if state.get("broken"):
+            raise RuntimeError("no longer")
+        return right(*args, **options)
+
+    def timed(self, fn, args=()):
+        state["broken"] = state["when"] == "before"
+        timing = events(self, fn, args)
+        state["broken"] = True
+        return timing
+
+    monkeypatch.setattr(step08_dflash2, "dflash2_attention", breaks)
+    monkeypatch.setattr(bench_v2.Measure, "events", timed)
+    state.update(when="before", broken=False)
+    _, doc = rehearse(tmp_path / "a.json", "--cells", "d128 causal 1k MHA")
+    assert not results.select(doc, OURS) and any("no longer" in f["error"] for f in doc["failures"])
+    state.update(when="after", broken=False)
+    _, doc = rehearse(tmp_path / "b.json", "--cells", "d128 causal 1k MHA")
+    assert results.one(doc, OURS)["ok"] is False and "after it was timed" in results.one(doc, OURS)["reason"]
+
+
+def test_what_a_graph_cannot_hold_is_timed_launch_by_launch(tmp_path, monkeypatch):
+    def refuses(self, fn, runs=25):
+        raise RuntimeError("cannot be captured")
+
+    monkeypatch.setattr(bench_v2.Measure, "graph", refuses)
+    _, doc = rehearse(tmp_path / "r.json", "--cells", "decode B1 4k")
+    row = results.one(doc, OURS)
+    assert row["timed"] == "events" and row["ok"] and any("captured" in f["error"] for f in doc["failures"])
+
+
+def test_a_cell_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
+    def refuses(*args, **options):
+        raise RuntimeError("out of registers")
+
+    monkeypatch.setattr(step08_dflash2, "dflash2_decode", refuses)
+    code, doc = rehearse(tmp_path / "r.json", "--cells", "decode B1 4k", "--cells", "windows 32k sink")
+    assert code == 0 and doc["complete"]
+    assert {row["case"]["mode"] for row in doc["rows"]} == {"window"}
+    assert any("out of registers" in failure["error"] for failure in doc["failures"])
+
+
+def test_interrupted_and_out_of_time_files_say_so(tmp_path, monkeypatch, capsys):
+    chosen = ["--only", "prefill", "--cells", "d64 dense (1|4|16)k MHA"]
+    code, doc = rehearse(tmp_path / "a.json", *chosen, "--minutes", "0")
+    assert code == 0 and not doc["complete"] and doc["stopped"] == "out of time" and len(doc["not_run"]) == 3
+    assert "PARTIAL" in capsys.readouterr().out
+
+    run, seen = bench_v2.run_cell, []
+
+    def stops(bench, cell):
+        seen.append(cell.name)
+        if len(seen) == 2:
+            raise KeyboardInterrupt("SIGTERM")
+        run(bench, cell)
+
+    monkeypatch.setattr(bench_v2, "run_cell", stops)
+    code, doc = rehearse(tmp_path / "b.json", *chosen)
+    assert code == 1 and not doc["complete"] and doc["stopped"] == "interrupted SIGTERM"
+    assert doc["not_run"] == seen[1:] + [c.name for c in bench_v2.chosen_cells(["prefill"], chosen[3:], True)][2:]
+    assert [row["cell"] for row in doc["rows"] if row["impl"] == OURS] == seen[:1]
+
+
+def test_keep_holds_other_rows_of_the_same_machine_only(tmp_path):
+    path = tmp_path / "r.json"
+    _, first = rehearse(path, "--cells", "d64 causal 4k MHA", "--cells", "memory")
+    _, second = rehearse(path, "--cells", "memory", "--keep")
+    kept = [row for row in second["rows"] if row["case"]["mode"] == "prefill"]
+    assert len(kept) == sum(row["case"]["mode"] == "prefill" for row in first["rows"])
+    assert all(row["recorded"] == first["recorded"] and row["commit"] == first["commit"] for row in kept)
+    assert sum(row["case"]["mode"] == "memory" for row in second["rows"]) == 1
+    first["machine"]["gpu"] = "another"
+    results.write(first, path)
+    with pytest.raises(ValueError, match="recorded on"):
+        rehearse(path, "--cells", "memory", "--keep")
+
+
+@pytest.mark.parametrize("args", [["--only", "prefil"], ["--cells", "no such cell"]])
+def test_bad_choices_are_refused(args, capsys):
+    with pytest.raises(SystemExit):
+        main(["--dry", *args])
+    assert args[0] in capsys.readouterr().err
+
+
+def test_the_cells_are_those_of_the_targets():
+    names = [cell.name for cell in cells()]
+    assert len(names) == len(set(names))
+    problems = prefill_problems()
+    for D, Dv in ((64, 64), (128, 128), (192, 128)):
+        for causal in (False, True):
+            mine = [p for p, _ in problems.values() if (p.D, p.Dv, p.causal) == (D, Dv, causal)]
+            for group, lengths in ((1, 5), (8, 5), (3, 3), (6, 3)):
+                assert len({p.Sq for p in mine if p.Hq // p.Hkv == group}) == lengths
+    for problem, peers in problems.values():
+        assert "fa3" in peers and "sdpa_cudnn" in peers
+        assert problem.B * problem.Sq == max(16384, problem.Sq)
+        assert problem.flops / (400e9 if problem.D == 64 else 550e9) < 190  # ms, at what cuDNN reaches
+    longest = [peers for p, peers in problems.values() if p.Sq == 131072 and p.causal and p.Hq == p.Hkv]
+    assert len(longest) == 3 and all(V1 in peers for peers in longest)
+    table = bench_v2.decode_problems()
+    for B, context in ((1, 4096), (1, 32768), (1, 131072), (8, 4096), (8, 32768), (64, 4096), (64, 16384)):
+        assert any((p.B, p.context, p.q_len, p.page_size, p.lengths) == (B, context, 1, 64, None) for p in table.values())
+
+
+def row(mode, cell, impl, ms, tflops=None, tbs=None, ok=True, **case):
+    case = {"mode": mode, "D": 128, "Dv": 128, "Hq": 16, "Hkv": 16, "B": 1, "Sq": 16384, "Sk": 16384, "causal": True, **case}
+    extra = {k: v for k, v in (("tflops", tflops), ("tbs", tbs)) if v is not None}
+    return {"case": case, "cell": cell, "impl": impl, "ms": {"median": ms, "p20": ms, "p80": ms}, "ok": ok, **extra}
+
+
+def test_ratios_and_targets_from_rows():
+    rows = [
+        row("prefill", "a", OURS, 1.0, 640, causal=False), row("prefill", "a", "fa3", 2.0, 320, causal=False),
+        row("prefill", "b", OURS, 2.0, 500, Sq=131072), row("prefill", "b", "fa3", 1.0, 1000, Sq=131072),
+        row("prefill", "b", V1, 3.0, 333, Sq=131072),
+        row("prefill", "c", OURS, 1.0, 500, D=64, Dv=64), row("prefill", "c", "fa3", 9.0, 50, D=64, Dv=64, ok=False),
+        row("decode", "d", OURS, 0.5, tbs=3.9), row("decode", "d", "fa3", 0.6, tbs=3.0), row("decode", "d", "sdpa_cudnn", 0.4, tbs=4.1),
+        row("decode", "d", "step08_contiguous", 0.49, tbs=4.0),
+    ]  # fmt: skip
+    lines = {line[0]: line[1:] for line in ratio_summary(rows)}
+    assert lines["all prefill"] == (2, pytest.approx(1.0), 0.5, "b")  # 2 x and 0.5 x; the peer that is wrong counts for nothing
+    assert lines["mask: dense"][1] == pytest.approx(2.0) and "head size: d64" not in lines
+    assert lines["decode"] == (1, pytest.approx(1.2), pytest.approx(1.2), "d")
+    reached = {line["what"]: line for line in targets(rows, LIMITS)}
+    assert reached["prefill, geometric mean over fa3"]["value"] == 1.0 and not reached["prefill, geometric mean over fa3"]["ok"]
+    assert reached["a: over fa3"]["ok"] and not reached["b: over fa3"]["ok"] and "c: over fa3" not in reached
+    assert reached["a: share of the matrix-product limit"]["value"] == 0.8 and not reached["a: share of the matrix-product limit"]["ok"]
+    assert reached["b: over step 07"]["value"] == 1.5 and reached["b: over step 07"]["ok"]
+    assert reached["d: share of the read limit"]["value"] == 0.975
+    assert reached["d: over the best peer, sdpa_cudnn"]["value"] == 0.8 and not reached["d: over the best peer, sdpa_cudnn"]["ok"]
+    assert reached["d: contiguous over paged time"]["value"] == 0.98 and reached["d: contiguous over paged time"]["ok"]
+
+
+@pytest.mark.parametrize("ranges", RANGES)
+@pytest.mark.parametrize("shape", [(12, 12), (5, 12)])
+def test_the_window_oracle_and_the_package_mean_the_same(ranges, shape):
+    seqlen_q, seqlen_k = shape
+    rows = torch.arange(seqlen_q)
+    for causal in (True, False):
+        want = step08_dflash2.RangeWindows(ranges).visible(seqlen_q, seqlen_k, causal)
+        assert torch.equal(visible_rows(ranges, rows, seqlen_q, seqlen_k, causal=causal), want)
+    if seqlen_q == seqlen_k and all(window is not None for *_, window in ranges):
+        assert bench_v2._visible_pairs(ranges, seqlen_q) == int(visible_rows(ranges, rows, seqlen_q, seqlen_q).sum())
+
+
+def test_the_window_oracle_is_attention_where_everything_is_seen():
+    q, k, v = (torch.randn(2, heads, 40, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
+    oracle = WindowOracle(q, k, v, [(0, None, 0, 40)])
+    out, lse = reference(q, k, v, causal=True)
+    assert torch.allclose(oracle.out, out[:, :, oracle.rows]) and torch.allclose(oracle.lse, lse[:, :, oracle.rows])
+    assert oracle.check(out.float(), lse.float()).ok
+    narrow = WindowOracle(q, k, v, [(0, None, 0, 39)])
+    assert not narrow.check(out.float()).ok  # the last row lost one key
+
+
+def test_padded_keys_are_those_of_the_pages_and_zeros_after():
+    inputs = DecodeProblem(B=3, lengths=(5, 1, 9), Hq=2, Hkv=2, D=8, Dv=8, page_size=4, dtype="float32").make()
+    k, v = inputs.padded()
+    assert k.shape == (3, 9, 2, 8)
+    for b, length in enumerate((5, 1, 9)):
+        for padded, gathered in zip((k, v), inputs.sequence(b)):
+            assert torch.equal(padded[b, :length], gathered[0].transpose(0, 1)) and not padded[b, length:].any()
+
+
+def test_geometric_mean():
+    assert bench_v2.geometric_mean([2.0, 8.0]) == pytest.approx(4.0) and bench_v2.geometric_mean([]) is None
+    assert math.isclose(bench_v2.geometric_mean([3.0]), 3.0)
+
+
+def test_compiling_ahead_runs_every_cell(capsys):
+    bench_v2.warm(0, 1, True)
+    assert capsys.readouterr().out == ""
+    for cell in bench_v2.chosen_cells(["decode", "windows", "chunked"], None, True):
+        for work in cell.build(torch.device("cpu"), False):
+            assert OURS in work.impls and work.impls[OURS]().isfinite().all(), cell.name
