@@ -63,10 +63,9 @@ def hold(case, args, options, **more):
     return result
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("tokens", [1, 8, 33, 64, 65, 1000])
 @pytest.mark.parametrize("name", MODELS)
-def test_models(name, tokens, dtype):
+def test_models(name, tokens, dtype=torch.bfloat16):
     case, args, options = made(name, tokens, dtype)
     workspace = DecodeWorkspace(CUDA)
     for fused in (None, True, False):
@@ -78,6 +77,13 @@ def test_models(name, tokens, dtype):
         for a, b in zip(first, again) if case.op == "router" else [(first, again)]:
             assert torch.equal(a, b), "the same call gave other bits"
         assert not workspace.counters.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("tokens", [8, 200])
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "GLM", "DeepSeek-V2-Lite", "V2-Lite's router", "V2's router"])
+def test_other_types(name, tokens, dtype):
+    test_models(name, tokens, dtype)
 
 
 @pytest.mark.parametrize("tokens", [8, 500])

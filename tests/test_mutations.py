@@ -12,11 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from checks import CASES, check
+import torch
+from checks import CASES, DEVICE, check, small_tiles
+from step08_checks import WINDOWS, WindowOracle
 from test_rungs import LENGTHS, packed, starts
 
 from ladder.lab.parity import Oracle, inside_nan, nan_allocations
+from ladder.lab.problem import AttentionProblem
 from ladder.rungs import find
+from ladder.step08_dflash2.windows import RangeWindows
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,51 @@ MUTANTS = (
     Mutant(5, "stride of an element assumed", "dim_v.to(tl.int64)[None, :] * stride_vd", "dim_v.to(tl.int64)[None, :]", "dims_first", "kernel.py"),
     Mutant(5, "batch stride of another tensor", "v_ptr + batch * stride_vb", "v_ptr + batch * stride_kb", "batch of 3 grouped", "kernel.py"),
     Mutant(5, "log-sum-exp of the wrong head", "(batch * num_heads + head) * seqlen_q", "(batch + head) * seqlen_q", "batch of 3", "kernel.py"),
+    #
+    Mutant(8, "accumulator not rescaled", "acc = acc * rescale[:, None]", "acc = acc", "rising logits", "prefill_kernel.py"),
+    Mutant(8, "sum not rescaled", "row_sum * rescale +", "row_sum +", "rising logits", "prefill_kernel.py"),
+    Mutant(8, "mask one too wide", "<= last_visible[:, None]", "<= last_visible[:, None] + 1", "causal 17x33", "prefill_kernel.py"),
+    Mutant(8, "mask one too narrow", "<= last_visible[:, None]", "< last_visible[:, None]", "causal 17x33", "prefill_kernel.py"),
+    Mutant(8, "unmasked tiles one key too far", "first_position + right + 1", "first_position + right + 2", "causal 33x47", "prefill_kernel.py"),
+    Mutant(8, "loop ends one key early", "last_position + right + 1", "last_position + right", "causal 33x34", "prefill_kernel.py"),
+    Mutant(8, "aligned to the top left", "offset = seqlen_k - seqlen_q", "offset = 0", "causal 17x33", "prefill_kernel.py"),
+    Mutant(8, "KV head h % Hkv", "kv_head = (head // group_size)", "kv_head = (head % (num_heads // group_size))", "12 heads on 2",
+           "prefill_kernel.py"),
+    Mutant(8, "sign of the scale forgotten", "-1  # below that", "1  # below that", "scale -0.7"),
+    Mutant(8, "finite sentinel in the mask", 'tl.where(visible, scores, float("-inf"))', "tl.where(visible, scores, -1e4)",
+           "sunken logits causal", "prefill_kernel.py"),
+    Mutant(8, "-inf - -inf", 'tl.where(new_max == float("-inf"), 0.0, new_max)', "tl.where(new_max < 1e38, new_max, 0.0)", "rows that see nothing",
+           "prefill_kernel.py"),
+    Mutant(8, "division by zero", "tl.where(row_sum == 0.0, 1.0, row_sum)", "row_sum + 0.0", "rows that see nothing", "prefill_kernel.py"),
+    Mutant(8, "log-sum-exp in base 2", " * 0.6931471805599453", "", "dense 17x33", "prefill_kernel.py"),
+    Mutant(8, "values read past the end", "v = tl.load(v_ptrs, mask=live & (dim_v < HEAD_DIM_V)[None, :], other=0.0)",
+           "v = tl.load(v_ptrs, mask=(dim_v < HEAD_DIM_V)[None, :], other=0.0)", "in_nan dense", "prefill_kernel.py"),
+    Mutant(8, "batch stride of another tensor", "v_start += seq64 * stride_vb", "v_start += seq64 * stride_kb", "batch of 3 grouped",
+           "prefill_kernel.py"),
+    Mutant(8, "last rows not written", "-(-seqlen_q // block_t)", "(seqlen_q // block_t)", "dense 33x17"),
+    Mutant(8, "heads of a packed row mixed up", "(row % PACK).to(tl.int64) * stride_oh", "(PACK - 1 - row % PACK).to(tl.int64) * stride_oh",
+           "packed", "prefill_kernel.py"),
+    Mutant(8, "ragged: the tile of another sequence", "tile - (first_token // BLOCK_T + seq)", "tile - first_token // BLOCK_T", "ragged",
+           "prefill_kernel.py"),
+    Mutant(8, "ragged: keys of the first sequence", "k_start += start_k.to(tl.int64) * stride_kn", "k_start += 0", "ragged", "prefill_kernel.py"),
+    Mutant(8, "window one key too wide", "low = position - left", "low = position - left - 1", "sink 4, window 7", "prefill_kernel.py"),
+    Mutant(8, "window one key too narrow", "low = position - left", "low = position - left + 1", "sink 4, window 7", "prefill_kernel.py"),
+    Mutant(8, "window from the top left", "tl.minimum(position, last_position), seqlen_k", "query, seqlen_k", "sliding 5", "prefill_kernel.py"),
+    Mutant(8, "sinks of the mask forgotten", " | (key[None, :] < sink[:, None])", "", "sink 4, window 7", "prefill_kernel.py"),
+    Mutant(8, "sink tiles not visited", "sink_end = tl.minimum(window, (", "sink_end = tl.minimum(0, (", "sink 4, window 7", "prefill_kernel.py"),
+    Mutant(8, "tiles at the left edge without a mask", "tl.max(low, axis=0)", "tl.min(low, axis=0)", "sliding 16", "prefill_kernel.py"),
+    Mutant(8, "first tile of the window skipped", "window = tl.minimum(last, first_key // BLOCK_N)",
+           "window = tl.minimum(last, (first_key + BLOCK_N - 1) // BLOCK_N)", "sliding 5", "prefill_kernel.py"),
+    Mutant(8, "negative positions not counted from the end", "start += tl.where(start < 0, seqlen_k, 0)", "start += 0",
+           "a range from the end", "prefill_kernel.py"),
+    Mutant(8, "NaN before the window is loaded", "live = live & ((key >= first_key) | (key < last_sink))", "pass", "NaN before the window",
+           "prefill_kernel.py"),
+    Mutant(8, "softcap after the scale alone", "dflash2_tanh(scores * cap_scale, PRECISION)", "dflash2_tanh(scores, PRECISION)", "softcap",
+           "prefill_kernel.py"),
+    Mutant(8, "learned sink counted as a key with a value of its own maximum", 'row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)',
+           "row_sum = tl.zeros([BLOCK_M], tl.float32)", "learned sinks", "prefill_kernel.py"),
+    Mutant(8, "learned sink in base e", "to(tl.float32) * 1.4426950408889634", "to(tl.float32)", "learned sinks", "prefill_kernel.py"),
+    Mutant(8, "learned sink of the first head for all", "(head + row % PACK) * stride_sink", "0", "learned sinks", "prefill_kernel.py"),
 )  # fmt: skip
 
 _count = itertools.count()
@@ -147,7 +196,8 @@ def check_ragged(module):
     lengths_q, lengths_k = LENGTHS["mixed"]
     q, k, v = (inside_nan(x) for x in packed(lengths_q, lengths_k))
     with nan_allocations():
-        out = module.attention_varlen(q, k, v, starts(lengths_q), starts(lengths_k), causal=True)
+        entry = module.dflash2_varlen if hasattr(module, "dflash2_varlen") else module.attention_varlen
+        out = entry(q, k, v, starts(lengths_q), starts(lengths_k), causal=True)
     i = j = 0
     for Sq, Sk in zip(lengths_q, lengths_k):
         one = [x.transpose(0, 1)[None] for x in (q[i : i + Sq], k[j : j + Sk], v[j : j + Sk])]
@@ -156,10 +206,40 @@ def check_ragged(module):
         i, j = i + Sq, j + Sk
 
 
+# Cases that rung 08 alone can compute: the problem's shape, and how attention is called.
+STEP08 = {
+    "packed": (dict(Hq=6, Hkv=2, Sq=3, Sk=40), {}),
+    "softcap": (dict(Sq=20, Sk=40), dict(softcap=3.0)),
+    "learned sinks": (dict(Hq=6, Hkv=2, Sq=20, Sk=40), dict(sinks=torch.linspace(-2, 3, 6))),
+    "a range from the end": (dict(Sq=40, Sk=50), dict(windows=RangeWindows([(-20, -7, 2, 6)]))),
+    "NaN before the window": (dict(Sq=5, Sk=60), dict(windows=WINDOWS["sliding 5"])),
+    "sliding 16": (dict(Sq=40, Sk=47), dict(windows=WINDOWS["sliding 16"])),  # a window's edge on that of a tile
+    **{name: (dict(Sq=40, Sk=50), dict(windows=WINDOWS[name])) for name in ("sliding 5", "sink 4, window 7")},
+}
+
+
+def check_step08(module, case):
+    """The windows of the planted package are the original's class, which its check would not know: they are made anew."""
+    shape, options = STEP08[case]
+    q, k, v = AttentionProblem(**{**dict(Hq=2, Hkv=1, D=16, Dv=16, causal=True), **shape}).make(DEVICE)
+    if case == "NaN before the window":
+        k[:, :, :50], v[:, :, :50] = float("nan"), float("nan")
+    call = {name: x.to(DEVICE) if name == "sinks" else x for name, x in options.items()}
+    if "windows" in call:
+        call["windows"] = module.RangeWindows(call["windows"].ranges)
+    with small_tiles(module.attention) as attention, nan_allocations():
+        out, lse = attention(q, k, v, causal=True, return_lse=True, **call)
+    parity = WindowOracle(q, k, v, right=0, **{**options, **{n: x for n, x in call.items() if n == "sinks"}}).check(out, lse)
+    assert parity, parity.reason
+
+
 def check_mutant(module, case):
     """The checks of ``test_rungs.py`` on a planted module, with small tiles so that several are crossed."""
-    if case == "ragged":
-        check_ragged(module)
+    if case in STEP08:
+        check_step08(module, case)
+    elif case == "ragged":
+        with small_tiles(module.attention):
+            check_ragged(module)
     else:
         check(module.attention, CASES[case], small=True)
 
@@ -175,7 +255,7 @@ def test_bug_is_caught(plant, mutant):
     ), caught.value
 
 
-@pytest.mark.parametrize("rung", range(1, 6))
+@pytest.mark.parametrize("rung", (*range(1, 6), 8))
 def test_a_copy_without_a_bug_passes(plant, rung):
     """The control: what catches the mutants is the bug, not the copying."""
     harmless = {
@@ -184,6 +264,7 @@ def test_a_copy_without_a_bug_passes(plant, rung):
         3: "acc *= rescale",
         4: "acc *= rescale",
         5: "acc = acc * rescale",
+        8: "acc = acc * rescale",
     }
     old = harmless[rung]
     module = plant(
@@ -193,7 +274,7 @@ def test_a_copy_without_a_bug_passes(plant, rung):
             old,
             f"{old.replace(' ', '  ', 1)}",
             "",
-            "kernel.py" if rung == 5 else "attention.py",
+            {5: "kernel.py", 8: "prefill_kernel.py"}.get(rung, "attention.py"),
         )
     )
     assert module.attention is not find(rung).attention

@@ -843,6 +843,7 @@ def test_an_empty_cache_takes_nothing(path):
     assert torch.equal(fusion.fused_qkv_rope_append(*args, **options), want)
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_hopper():
     """One of each kernel without a GPU: nothing spills, products are on the tensor cores, loads are 16 bytes wide."""
     pytest.importorskip("triton.backends.nvidia")

@@ -249,10 +249,20 @@ def test_stride_zero(small):
 
 def test_wide_offsets_give_the_same_numbers(small, monkeypatch):
     q, k, v = problem(D=24, Dv=40).make(DEVICE)
-    windows, layout = WINDOWS["sink 4, window 7"], module.layout
+    windows, layout_of = WINDOWS["sink 4, window 7"], module.layout_of
     want = dflash2_attention(q, k, v, causal=True, windows=windows)
-    monkeypatch.setattr(module, "layout", lambda k, v: {**layout(k, v), "WIDE": True})
+    monkeypatch.setattr(module, "layout_of", lambda k, v: {**layout_of(k, v), "WIDE": True})
     assert torch.equal(dflash2_attention(q, k, v, causal=True, windows=windows), want)
+
+
+def test_layout_is_that_of_step_07():
+    base = torch.empty(4 * 40 * 24 + 1, dtype=torch.float16, device=DEVICE)
+    k = base[:-1].view(1, 4, 40, 24)
+    for x in (k, k[..., 1:], k[:, :, ::2], k.transpose(1, 2), k.transpose(2, 3), base[1:].view(1, 4, 40, 24), k[:, :1].expand_as(k)):
+        for _ in range(2):
+            assert module.layout_of(x, k) == module.layout(x, k), x.stride()
+    far = torch.empty_strided((1, 1, 2, 32), (1, 1, 1 << 30, 1), dtype=torch.float16, device="meta")
+    assert module.layout_of(far, far)["WIDE"] is True
 
 
 def test_agrees_with_step_07(small):

@@ -26,7 +26,9 @@ from .windows import Range, RangeWindows
 # What the other modules bring, imported on first use: name -> module.
 _LAZY = {
     "DecodeWorkspace": "decode", "decode_bytes_moved": "decode", "dflash2_decode": "decode", "dflash2_mla_decode": "decode",
-    "fused_mla_append": "fusion", "fused_norm_router": "fusion", "fused_qkv_rope_append": "fusion",
+    "get_decode_schedule": "decode", "fused_add_norm": "fusion", "fused_mla_append": "fusion", "fused_norm_router": "fusion",
+    "fused_qkv_rope_append": "fusion", "rope_tables": "fusion", "AttentionBatch": "block", "DFlash2AttentionBlock": "block",
+    "DFlash2MLABlock": "block", "Router": "block",
 }  # fmt: skip
 
 __all__ = [

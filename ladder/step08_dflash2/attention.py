@@ -11,7 +11,8 @@ import torch
 from ladder.contract import check_attention, check_cu_seqlens, check_flag, check_integer, check_no_overlap
 from ladder.step05_fused.attention import LOG2_E
 from ladder.step06_paged.cache import check_paged
-from ladder.step07_dflash1.attention import arch, layout
+from ladder.step07_dflash1.attention import arch as capability
+from ladder.step07_dflash1.attention import layout
 
 from . import eager, ops
 from .plan import launch_config
@@ -19,6 +20,7 @@ from .windows import RangeWindows
 
 RUNG = "step08_dflash2"
 MAX_HEAD_DIM = 256
+arch = functools.cache(capability)
 FAR_RIGHT = 1 << 29  # keys to the right that no sequence has: as many as all
 
 
@@ -325,8 +327,21 @@ def _launch(
             HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, PAGE_SIZE=page_size,
             CAUSAL=right == 0, HAS_RIGHT=right is not None, NUM_RANGES=0 if windows is None else len(windows),
             SOFTCAP=softcap > 0, HAS_SINKS=sinks is not None, SIGN=sign, HAS_LSE=lse is not None, RAGGED=ragged,
-            **layout(k, v), **config,
+            **layout_of(k, v), **config,
         )  # fmt: skip
+
+
+def layout_of(k, v):
+    """``layout`` of step 07, remembered: the strides of a model's tensors are the same call after call."""
+    aligned = (k.data_ptr() | v.data_ptr()) % 16 == 0
+    return _layout_of(k.dtype, aligned, k.stride(), v.stride(), k.shape[-1], v.shape[-1])
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout_of(dtype, aligned, k_strides, v_strides, head_dim, head_dim_v):
+    k, v = (torch.empty_strided((*[1] * (len(s) - 1), d), s, dtype=dtype, device="meta") for s, d in ((k_strides, head_dim), (v_strides, head_dim_v)))
+    found = layout(k, v)
+    return found if aligned else {**found, "ALIGNED": 0}
 
 
 def scale_factors(scale, softcap):
@@ -391,8 +406,6 @@ def check_options(tensors, num_heads, causal, windows, softcap, sinks, return_ls
     tensors: q, k, v, of which q names dtype and device. right: as ``dense`` takes it; None comes back for all keys.
     """
     q = tensors[0]
-    if torch.is_grad_enabled() and (any(x.requires_grad for x in tensors) or sinks is not None and sinks.requires_grad):
-        raise NotImplementedError(f"{RUNG}: forward only; use torch.no_grad(), or step04_gqa, which is differentiable")
     check_flag(RUNG, "return_lse", return_lse)
     if windows is not None:
         if not isinstance(windows, RangeWindows):
@@ -411,6 +424,8 @@ def check_options(tensors, num_heads, causal, windows, softcap, sinks, return_ls
             raise ValueError(f"{RUNG}: sinks is {tuple(sinks.shape)} {sinks.dtype}; want ({num_heads},) float32, float16 or bfloat16")
         if sinks.device != q.device:
             raise ValueError(f"{RUNG}: sinks is on {sinks.device}; want {q.device}, the device of q")
+    if torch.is_grad_enabled() and (any(x.requires_grad for x in tensors) or sinks is not None and sinks.requires_grad):
+        raise NotImplementedError(f"{RUNG}: forward only; use torch.no_grad(), or step04_gqa, which is differentiable")
     if right is None:
         return windows, softcap, 0 if causal else None
     right = check_integer(RUNG, "right", right, 0, optional=True)

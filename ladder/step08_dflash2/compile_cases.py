@@ -1,4 +1,4 @@
-"""What to compile in order to know that step 08's prefill compiles: launches as its functions make them.
+"""What to compile in order to know that step 08 compiles: launches as its functions make them, prefill's first.
 
 ``ladder.lab.compile_matrix`` asks every Triton rung that has such a module for its cases.
 """
@@ -40,12 +40,21 @@ RAGGED = (
 
 
 def compile_cases(shared_memory_bytes, capability, *, thorough=False):
-    """Yield (name, kernel, args, kwargs) of every launch to compile.
+    """Yield (name, kernel, args, kwargs) of every launch to compile, those of decode and of the fused kernels too.
 
     Args:
         shared_memory_bytes, capability: of the processor, which the tile sizes depend on.
         thorough: also every head size x dtype x mask, with windows and a softcap.
     """
+    from . import decode_compile_cases, fusion_compile_cases
+
+    yield from prefill_compile_cases(capability, thorough=thorough)
+    yield from decode_compile_cases.decode_compile_cases(shared_memory_bytes, capability, thorough=thorough)
+    yield from fusion_compile_cases.compile_cases(shared_memory_bytes, capability, thorough=thorough)
+
+
+def prefill_compile_cases(capability, *, thorough=False):
+    """The launches of ``dflash2_prefill``; arguments as in ``compile_cases``."""
     attention = importlib.import_module("ladder.step08_dflash2.attention")
     from . import prefill_kernel
 

@@ -66,21 +66,19 @@ def explain(
     """
     device = _device(device)
     if hasattr(problem, "q_len"):
-        from . import decode
-
-        return decode.explain(problem, windows=windows, softcap=softcap, sinks=sinks, device=device)
+        return _explain_decode(problem, windows, softcap, sinks, device)
     p, paged = problem, page_size > 0
     ragged = ragged or paged
     q, k, v = _meta_tensors(p, ragged, page_size)
-    from .attention import check_options, device_code, hopper_code, interpreting
+    from .attention import check_options, device_code, hopper_code
 
     windows, softcap, right = check_options((q, k, v), p.Hq, p.causal, windows, softcap, None, return_lse, right)
     lines = [f"Prefill of {p.B} x {p.Hq} heads on {p.Hkv}, {p.Sq} queries on {p.Sk} keys, head size {p.D}"
              + (f"/{p.Dv}" if p.Dv != p.D else "") + f", {p.dtype}{', causal' if right == 0 else ''}"
-             + (f", {right} keys to the right" if right else "") + (f", pages of {page_size}" if paged else ", packed" if ragged else "") + "."]  # fmt: skip
+             + (f", {right} keys to the right" if right else "") + (f", {windows!r}" if windows is not None else "")
+             + (f", softcap {softcap}" if softcap else "") + (", learned sinks" if sinks else "") + (f", pages of {page_size}" if paged else ", packed" if ragged else "") + "."]  # fmt: skip
     if device_code(torch.empty(0, dtype=q.dtype, device=device)) is None:
-        reason = "bfloat16 products are wrong in Triton's interpreter" if device.type == "cpu" and interpreting() else f"tensors are on {device.type}"
-        return "\n".join([*lines, f"Path: eager PyTorch in float32, because {reason}."])
+        return "\n".join([*lines, f"Path: eager PyTorch in float32, because {_why_eager(device)}."])
     hopper = hopper_code(device)
     why = None
     if hopper is not None:
@@ -116,6 +114,45 @@ def explain(
         without, _ = visits(RangeWindows([]))
         lines.append(f"Without windows it would visit {without}, {without / max(1, count):.1f} x as many.")
     return "\n".join(lines)
+
+
+def _explain_decode(p, windows, softcap, sinks, device):
+    from . import decode
+    from .attention import device_code, hopper_code
+
+    dtype = getattr(torch, p.dtype)
+    words = [w for w, on in (("windows", windows is not None), ("softcap", softcap > 0), ("learned sinks", sinks)) if on]
+    lines = [f"Decode of {p.B} x {p.q_len} new tokens, {p.Hq} heads on {p.Hkv}, head size {p.D}" + (f"/{p.Dv}" if p.Dv != p.D else "")
+             + f", {p.dtype}, pages of {p.page_size}" + (", a latent cache whose first columns are the value" if p.latent else "")
+             + "".join(f", {w}" for w in words) + "."]  # fmt: skip
+    if device_code(torch.empty(0, dtype=dtype, device=device)) is None:
+        return "\n".join([*lines, f"Path: eager PyTorch in float32, because {_why_eager(device)}."])
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    plan = decode._plan(
+        p.B, p.q_len, p.Hq // p.Hkv, p.Hkv, p.D, p.Dv, p.page_size, p.capacity, p.itemsize, arch(device), processors, p.latent, None,
+        decode._reach(windows, p.q_len), None,
+    )  # fmt: skip
+    tiles, rows = plan.config, p.q_len * (p.Hq // p.Hkv)
+    where = f"sm_{arch(device)}" if device.type == "cuda" else "Triton's interpreter, with a Hopper's tiles"
+    lines.append(f"Kernel: dflash2_decode, portable Triton, on {where}"
+                 + (", or Gluon's for sm_90 where that takes the tensors." if hopper_code(device) is not None else "."))  # fmt: skip
+    lines.append(f"Tiles: {tiles['BLOCK_M']} rows for the {rows} of a KV head ({p.q_len} tokens x {p.Hq // p.Hkv} heads), so K and V are read "
+                 f"{plan.row_tiles} x, by {tiles['BLOCK_N']} keys, {tiles['num_warps']} warps, {tiles['num_stages']} stages.")  # fmt: skip
+    programs = p.Hkv * plan.row_tiles * plan.num_slots
+    if plan.kind == decode.FIXED:
+        lines.append(f"Programs: {programs}, one a sequence, KV head and row tile; keys are not split, so nothing is merged.")
+    else:
+        lines.append(f"Programs: up to {programs}. The device cuts the batch into about {plan.target} parts of equal length a KV head, no part below "
+                     f"{plan.min_tiles * tiles['BLOCK_N']} keys, and the part of a sequence that finishes last merges the others in the same launch.")  # fmt: skip
+    return "\n".join(lines)
+
+
+def _why_eager(device):
+    from .attention import interpreting
+
+    if device.type == "cpu" and interpreting():
+        return "Triton's interpreter multiplies bfloat16 wrongly, or Triton is not installed"
+    return f"tensors are on {device.type} and Triton's interpreter is off" if device.type == "cpu" else f"tensors are on {device.type}"
 
 
 def warmup(shapes, device=None):

@@ -1,6 +1,5 @@
 """RangeWindows: which keys each range of queries sees: the first few (sinks), the newest few (a window), or all."""
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -245,12 +244,13 @@ def _in_a_long_sequence(position):
     return 1 << 41 if position is None else position if position >= 0 else (1 << 40) + position
 
 
-@functools.lru_cache(maxsize=256)
-def _cached_table(flat, device):
-    return torch.tensor(flat, dtype=torch.int32, device=device).view(-1, 4)
+_TABLES = {}  # (numbers, device) -> table; none is ever dropped, for a captured graph may hold its address
 
 
 def _table(flat, device):
+    table = _TABLES.get((flat, device))
+    if table is not None:
+        return table
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         # A copy from the host cannot be captured, and what a capture writes does not exist until its replay: a table of
         # this graph's own, written by fills.
@@ -258,4 +258,4 @@ def _table(flat, device):
         for i, value in enumerate(flat):
             table[i].fill_(value)
         return table.view(-1, 4)
-    return _cached_table(flat, device)
+    return _TABLES.setdefault((flat, device), torch.tensor(flat, dtype=torch.int32, device=device).view(-1, 4))
