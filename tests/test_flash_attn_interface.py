@@ -127,6 +127,36 @@ def test_rotary_seqlens():
     torch.testing.assert_close(k_cache[0, 4:6], torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+def test_through_the_kernels(monkeypatch):
+    """What the translation hands to the kernels: pages of one token, strided columns, a right edge."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    small = dict(heads=(2, 1), dims=(16, 16), lengths=(0, 11))
+    check_kvcache("all", CPU, torch.float32, seqlen_q=1, seqlen_new=1, leftpad=True, **small)
+    check_kvcache("causal", CPU, torch.float32, seqlen_q=18, seqlen_new=2, ragged=True, **small)
+    check_varlen("both", [3, 0, 5], [4, 2, 5], CPU, torch.float16, used=True, heads=(2, 1))
+    check_dense("all", (1, 2, 1, 5, 7, 16, 16), CPU, torch.float16)
+
+
+@pytest.mark.filterwarnings("default")
+def test_compiled_in_one_graph():
+    dims = dict(device=CPU, dtype=torch.float32)
+    q, cache, new = make(2, 3, 4, 16, **dims), make(2, 20, 2, 16, **dims, seed=1), make(2, 3, 2, 16, **dims, seed=2)
+    angles = make(20, 4, **dims, seed=3)
+    lengths = torch.tensor([3, 9], dtype=torch.int32)
+
+    def step(q, cache, new, lengths):
+        return fa.flash_attn_with_kvcache(
+            q, cache, cache, new, new, rotary_cos=angles.cos(), rotary_sin=angles.sin(), cache_seqlens=lengths, causal=True,
+            window_size=(4, -1),
+        )  # fmt: skip
+
+    with torch.no_grad():
+        torch._dynamo.reset()
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(q, cache.clone(), new, lengths)
+        torch.testing.assert_close(compiled, step(q, cache.clone(), new, lengths))
+
+
 def test_combine():
     dims = dict(device=CPU, dtype=torch.float32)
     q, k, v = make(5, 4, 16, **dims), make(30, 2, 16, **dims, seed=1), make(30, 2, 16, **dims, seed=2)

@@ -14,8 +14,6 @@ Hints that may change speed but no value are accepted: ``pack_gqa`` (groups are 
 (always), ``sm_margin``, and ``num_splits`` outside decode. CPU tensors work too, through step 08's own rules.
 """
 
-import functools
-
 import torch
 
 from ladder.step08_dflash2 import RangeWindows, dflash2_decode
@@ -311,13 +309,7 @@ def _mask(name, causal, window_size, max_seqlen_q, max_seqlen_k):
         left = -1
     if max_seqlen_q is not None and right >= max_seqlen_q - 1:  # the first query already reaches the last key
         right = -1
-    return bool(causal), _sliding(left + 1) if left >= 0 else None, right if right >= 0 else None
-
-
-@functools.lru_cache(maxsize=256)
-def _sliding(window):
-    """One object per window, so that its table on the device is made once."""
-    return RangeWindows.sliding(window)
+    return bool(causal), RangeWindows.sliding(left + 1) if left >= 0 else None, right if right >= 0 else None
 
 
 class _ForwardOnly(torch.autograd.Function):

@@ -20,8 +20,12 @@ neither softcap nor sink, and warns once for each reason:
 - gradients (call the model under ``torch.inference_mode()``), dropout, head sizes above 256, float64;
 - any mask that is not causal, sliding or padding: 4-D masks given by the caller, packed ``position_ids``, bidirectional
   image blocks, chunked attention (Llama 4) once the context is longer than a chunk, two-sided windows, and holes in the
-  padding under a sliding window, because transformers counts the window over the holes;
+  padding under a sliding window, because transformers counts the window over the holes. Sliding windows too where
+  torch.compile traces the making of the mask (``generate`` makes it outside of what it compiles);
 - dflash1: windows shorter than the context, softcaps and sinks.
+
+torch.compile traces all of it in one graph. Where it traces the making of a mask too, it cannot ask whether a batch has
+padding, so a 2-D ``attention_mask`` means packing: leave it out when all tokens are real. No warning comes from a graph.
 
 ``register(fallback=False)`` raises ``NotImplementedError`` with the reason instead. Continuous batching, whose cache the
 backend would have to write itself, always raises.
@@ -30,6 +34,8 @@ backend would have to write itself, always raises.
 import functools
 import math
 import warnings
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -109,7 +115,8 @@ def attention_forward(
         message = f"{backend}: {reason}"
         if not fallback:
             raise NotImplementedError(f"{message}; register(fallback=True) would run it in PyTorch")
-        warnings.warn(f"{message}: this layer runs in PyTorch", stacklevel=2)
+        if not torch.compiler.is_compiling():  # a warning would break the graph
+            warnings.warn(f"{message}: this layer runs in PyTorch", stacklevel=2)
         bias = kwargs.get("position_bias")
         visible = _visible(attention_mask, query, seqlen_k, causal, window)
         out = _in_pytorch(query, key, value, visible, bias, scaling, softcap, s_aux, dropout)
@@ -117,7 +124,9 @@ def attention_forward(
 
     options = dict(scale=scaling)
     if backend == "dflash2":
-        options |= dict(windows=None if window is None else _sliding(window), softcap=softcap, sinks=s_aux)
+        from ladder.step08_dflash2 import RangeWindows
+
+        options |= dict(windows=None if window is None else RangeWindows.sliding(window), softcap=softcap, sinks=s_aux)
     entries = _entries(backend)
     starts = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if starts[0] is not None and starts[1] is not None:  # sequences that a data collator has packed into one
@@ -225,7 +234,15 @@ def _columns(mask, index):
 
 
 def _pattern(mask_function):
-    """The name of a mask that transformers composed, None for any other."""
+    """The name of a mask that transformers composed, None for any other; while compiling only of those it did not compose,
+    because a closure made in the graph cannot be looked into.
+    """
+    if torch.compiler.is_compiling():
+        from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+        if mask_function is causal_mask_function:
+            return "causal"
+        return "bidirectional" if mask_function is bidirectional_mask_function else None
     names = set()
     todo = [mask_function]
     while todo:
@@ -326,38 +343,25 @@ def _not_computed(backend, query, key, value, mask, dropout, window, causal, sof
     return None
 
 
-class _Step08:
-    def __init__(self):
-        from ladder.step08_dflash2 import (
-            dflash2_attention,
-            dflash2_decode,
-            dflash2_paged_prefill,
-            dflash2_varlen,
-        )
+class _Entries(NamedTuple):
+    """The functions of a step."""
 
-        self.dense, self.varlen = dflash2_attention, dflash2_varlen
-        self.paged_prefill, self.decode = dflash2_paged_prefill, dflash2_decode
+    dense: Callable
+    varlen: Callable
+    paged_prefill: Callable
+    decode: Callable
 
 
-class _Step07:
-    def __init__(self):
-        from ladder.step07_dflash1 import attention, attention_varlen, paged_decode, paged_prefill
-
-        self.dense, self.varlen, self.paged_prefill, self.decode = attention, attention_varlen, paged_prefill, paged_decode
-
-
-@functools.cache
 def _entries(backend):
-    """The functions of a step, imported when a layer first needs them."""
-    return _Step08() if backend == "dflash2" else _Step07()
+    """The functions of a step, imported when a layer needs them."""
+    if backend == "dflash2":
+        from ladder.step08_dflash2 import dflash2_attention, dflash2_paged_prefill, dflash2_varlen
+        from ladder.step08_dflash2.decode import dflash2_decode
 
+        return _Entries(dflash2_attention, dflash2_varlen, dflash2_paged_prefill, dflash2_decode)
+    from ladder.step07_dflash1 import attention, attention_varlen, paged_decode, paged_prefill
 
-@functools.lru_cache(maxsize=64)
-def _sliding(window):
-    """One object per window, so that its table on the device is made once."""
-    from ladder.step08_dflash2 import RangeWindows
-
-    return RangeWindows.sliding(window)
+    return _Entries(attention, attention_varlen, paged_prefill, paged_decode)
 
 
 def _cached(entries, query, k_cache, v_cache, table, lengths, options):
@@ -421,8 +425,8 @@ def _packed(entries, query, key, value, mask, causal, options):
         x.transpose(1, 2).flatten(0, 1).index_select(0, rows) for x, rows in ((query, rows_q), (key, rows_k), (value, rows_k))
     )
     out = entries.varlen(q, k, v, starts_q, starts_k, causal=causal, **options)
-    if compiling:  # rows behind the last sequence are there, and nobody's
-        out = out.masked_fill((torch.arange(len(rows_q), device=out.device) >= starts_q[-1])[:, None, None], 0)
+    if compiling:
+        out = out.masked_fill((torch.arange(len(rows_q), device=out.device) >= starts_q[-2])[:, None, None], 0)
     padded = out.new_zeros(query.shape[0] * seqlen_q, *out.shape[1:]).index_copy(0, rows_q, out)
     return padded.unflatten(0, (-1, seqlen_q))
 
@@ -430,12 +434,13 @@ def _packed(entries, query, key, value, mask, causal, options):
 def _rows(real):
     """(indices of the real tokens of (B, S) in order, where each sequence starts among them (B + 1,) int32).
 
-    While compiling all indices, the real ones first, because how many they are would have to be asked.
+    While compiling how many are real cannot be asked: all indices, and the padding is one more sequence at the end.
     """
-    starts = torch.zeros(real.shape[0] + 1, dtype=torch.int32, device=real.device)
-    starts[1:] = real.sum(1).cumsum(0)
+    starts = torch.cat((real.new_zeros(1, dtype=torch.int32), real.sum(1).cumsum(0).to(torch.int32)))
     rows = torch.argsort((~real).flatten().to(torch.uint8), stable=True)
-    return rows if torch.compiler.is_compiling() else rows[: int(starts[-1])], starts
+    if torch.compiler.is_compiling():
+        return rows, torch.cat((starts, starts.new_full((1,), real.numel())))
+    return rows[: int(starts[-1])], starts
 
 
 def _in_pytorch(query, key, value, visible, bias, scale, softcap, sinks, dropout):
