@@ -249,10 +249,15 @@ def test_persistence_is_predicted_by_the_simulation():
 
 
 def test_fusion_table_follows_its_rows():
-    case = {"mode": "fusion", "op": "qkv_rope_append", "tokens": 64, "hidden": 4096}
-    doc = document([timed(case, "fused", 1.0, bytes_moved=5e9), timed(case, "separate", 2.0, bytes_moved=8e9), timed({**case, "tokens": 1}, "separate", 2.0)])
+    case = {"mode": "fusion", "op": "qkv", "model": "a model", "T": 64, "hidden": 4096}
+    row = dict(launches=1, bytes=5e9)
+    doc = document([
+        timed(case, "torch", 2.0, launches=9, bytes=8e9), timed(case, OURS, 1.0, **row), timed(case, "one_launch", 0.75, **row), timed(case, "two_launches", 1.0, **row),
+        timed({**case, "T": 8}, "torch", 2.0, **row), timed({**case, "T": 8}, OURS, 0.1, ok=False, **row),
+    ])  # fmt: skip
     text = dflash2.fusion(doc).data
-    assert text.count("qkv_rope_append") == 1 and "8 GB" in text and "38 %" in text and "1.60 x" in text and "2.00 x" in text
+    assert "| qkv | a model | 64 | 9 to 1 | 8 GB to 5 GB | 1.60 x | **2.00 x** | 750 | 1e+03 |" in text
+    assert "| 8 |" not in text, "a wrong answer has no speed"
 
 
 def test_tables_of_a_recorded_run():
@@ -284,9 +289,10 @@ def test_step_07_is_read_from_its_record():
 
 
 def test_projection_bytes_are_counted():
-    fused, passes = dflash2.projection_bytes(2, num_heads=4, num_kv_heads=1, head_dim=8, hidden=16)
-    assert fused == 2 * (2 * 16 + 16 * 48 + 2 * 48)
-    assert passes == 2 * (2 * 2 * 40 + 2 * 2 * 16)
+    product, one_pass, apart = dflash2.projection_bytes(2, num_heads=4, num_kv_heads=1, head_dim=8, hidden=16)
+    assert product == 2 * (2 * 16 + 16 * 48 + 2 * 48)
+    assert one_pass == 2 * 2 * 2 * 48 and apart == 2 * (2 * 2 * 40 + 2 * 2 * 16)
+    assert "memory" in dflash2.projection_table().data and "arithmetic" in dflash2.projection_table().data
 
 
 def test_small_figures_are_drawn():

@@ -1,16 +1,13 @@
 """What chapter 08 reads: recorded prefill, decode, windows, variants and fusion of step 08, and what to say where a record is missing.
 
 Four files in ``notebooks/results``: ``step08_dflash2`` (``ladder.bench_v2``), ``step08_variants`` (the Hopper kernel with its
-ideas switched on in turn), ``step08_fusion`` (``ladder.bench_fusion`` or whatever recorded it). A missing file is said in words
-in the place of its table, so that the chapter runs before it is recorded.
+ideas switched on in turn), ``step08_fusion`` (``ladder.bench_fusion``). A missing file is said in words in the place of its
+table, so that the chapter runs before it is recorded.
 
 Rows of ``step08_variants``, schema 1 of ``lab.results``: ``case`` of a prefill, ``impl`` the variant ("hopper_base", "+overlap",
 "+pingpong", ...) in the order in which they were switched on, and, where known, ``over`` (the impl it builds on; the row before it
 by default), ``predicted`` (the factor over that), ``why`` (one sentence), ``kept`` (False when the kernel went without it). Peers
 measured in the same run have their usual names.
-
-Rows of ``step08_fusion``: ``case`` with "mode": "fusion", "op" (what is computed) and its sizes, ``impl`` "fused" or how it is done
-without ("eager", "separate", ...), and ``bytes_moved``.
 """
 
 import os
@@ -35,7 +32,7 @@ OURS, V1 = "step08_dflash2", "step07_dflash1"
 RECORDS = {
     OURS: "python -m ladder.bench_v2 --json notebooks/results/step08_dflash2.json",
     "step08_variants": "the variants of the Hopper kernel, measured side by side,",
-    "step08_fusion": "fused and separate operators, measured side by side,",
+    "step08_fusion": "python -m ladder.bench_fusion --json notebooks/results/step08_fusion.json",
 }
 
 
@@ -281,38 +278,32 @@ def _problem(case):
 
 
 def fusion(doc=None):
-    """Bytes that fused operators save and what that gave, as a Markdown table."""
+    """What the fused calls save in launches and bytes beside PyTorch's chains, and what that gave, as a Markdown table."""
     doc = doc or record("step08_fusion")
     if doc is None:
         return missing("step08_fusion")
-    lines = ["| operator | sizes | done without | bytes without | bytes fused | saved | predicted | measured |", "|:--|:--|:--|--:|--:|--:|--:|--:|"]
-    for case, fused, others in fusion_pairs(doc):
-        sizes = ", ".join(f"{k} {v}" for k, v in case.items() if k not in ("mode", "op", "dtype") and not isinstance(v, (dict, list)))
-        for other in others:
-            a, b = other.get("bytes_moved"), fused.get("bytes_moved")
-            saved = f"{100 * (1 - b / a):.0f} %" if a and b else "-"
-            predicted = fused.get("predicted") or (a / b if a and b else None)
-            gain = other["ms"]["median"] / fused["ms"]["median"]
-            lines.append(
-                f"| {case.get('op', case['mode'])} | {sizes} | {other['impl']} | {plots.size(a) if a else '-'} | {plots.size(b) if b else '-'} "
-                f"| {saved} | {_factor(predicted)} | **{_factor(gain)}** |"
-            )
-    lines.append(f"\n*Predicted: the ratio of bytes, as if memory alone bound both; {results.caption(doc)}.*")
+    lines = [
+        "| call | model | new tokens | launches | bytes | bytes promise | measured | one launch, us | two launches, us |",
+        "|:--|:--|--:|--:|--:|--:|--:|--:|--:|",
+    ]  # fmt: skip
+    for case, ours, chain, ways in fusion_pairs(doc):
+        promise = chain["bytes"] / ours["bytes"]
+        times = [f"{1e3 * ways[name]['ms']['median']:.3g}" if name in ways else "-" for name in ("one_launch", "two_launches")]
+        lines.append(
+            f"| {case['op']} | {case['model']} | {case['T']:,} | {chain['launches']} to {ours['launches']} | {plots.size(chain['bytes'])} to "
+            f"{plots.size(ours['bytes'])} | {promise:.2f} x | **{chain['ms']['median'] / ours['ms']['median']:.2f} x** | {' | '.join(times)} |"
+        )
+    lines.append(f"\n*Beside the same operations as PyTorch calls, both in CUDA graphs with a cold L2, bf16; {results.caption(doc)}. Bytes promise: as if memory alone bound both.*")
     return Markdown("\n".join(lines))
 
 
 def fusion_pairs(doc):
-    """[(case, the fused row, [rows of the other ways])] of a fusion document."""
+    """[(case, step 08's row, the row of PyTorch's chain, {"one_launch", "two_launches": row})] of a fusion document."""
     cases = {}
     for entry in doc["rows"]:
-        if "ms" in entry:
-            cases.setdefault(tuple(sorted((k, str(v)) for k, v in entry["case"].items())), []).append(entry)
-    pairs = []
-    for entries in cases.values():
-        ours = [e for e in entries if e["impl"].startswith(("fused", "step08"))]
-        if ours and len(entries) > len(ours):
-            pairs.append((ours[0]["case"], ours[0], [e for e in entries if e not in ours]))
-    return pairs
+        if "ms" in entry and entry.get("ok") is not False:
+            cases.setdefault(tuple(sorted((k, str(v)) for k, v in entry["case"].items())), {})[entry["impl"]] = entry
+    return [(ways[OURS]["case"], ways[OURS], ways["torch"], ways) for ways in cases.values() if {OURS, "torch"} <= set(ways)]
 
 
 # ---------------------------------------------------------------- prefill, decode, windows, memory
@@ -477,27 +468,29 @@ def split_picture(lengths=(32768, *[1024] * 15), kv_heads=8):
 
 
 def projection_bytes(tokens, num_heads, num_kv_heads, head_dim, hidden, itemsize=2):
-    """(fused, passes): bytes of the QKV projection that also rotates and appends, and of the passes that it makes needless.
+    """(product, one pass, passes apart): bytes of the QKV projection and of what follows it.
 
-    Apart, RoPE reads and writes q and k once more, and the append reads and writes k and v.
+    Apart, RoPE reads and writes q and k, and the append reads and writes k and v; one pass reads and writes each once.
     """
     queries, keys = num_heads * head_dim, num_kv_heads * head_dim
-    fused = tokens * hidden + hidden * (queries + 2 * keys) + tokens * (queries + 2 * keys)
-    passes = 2 * tokens * (queries + keys) + 2 * tokens * 2 * keys
-    return itemsize * fused, itemsize * passes
+    product = tokens * hidden + hidden * (queries + 2 * keys) + tokens * (queries + 2 * keys)
+    one_pass = 2 * tokens * (queries + 2 * keys)
+    apart = 2 * tokens * (queries + keys) + 2 * tokens * 2 * keys
+    return itemsize * product, itemsize * one_pass, itemsize * apart
 
 
 def projection_table(hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, limits=None):
-    """What the passes after the projection cost beside it at this machine's limits, as a Markdown table of predictions."""
+    """What one launch, and a product with one pass, should gain over three at this machine's limits, as a Markdown table."""
     limits = limits or results.load(V1)["limits"]
-    lines = ["| new tokens | bytes fused | bytes of the passes saved | the product is bound by | the passes take | apart over fused |", "|--:|--:|--:|:--|--:|--:|"]
+    lines = ["| new tokens | the product moves | and is bound by | passes apart move | product and one pass: predicted gain | one launch: predicted gain |", "|--:|--:|:--|--:|--:|--:|"]
     for tokens in (1, 64, 256, 1024, 8192, 32768):
-        fused, passes = projection_bytes(tokens, num_heads, num_kv_heads, head_dim, hidden)
+        moved, one_pass, apart = projection_bytes(tokens, num_heads, num_kv_heads, head_dim, hidden)
         arithmetic = 2 * tokens * hidden * (num_heads + 2 * num_kv_heads) * head_dim / limits["matmul_tflops"] / 1e6  # us
-        reading = fused / limits["read_tbs"] / 1e6
-        product, extra = max(arithmetic, reading), passes / limits["copy_tbs"] / 1e6
+        reading = moved / limits["read_tbs"] / 1e6
+        product = max(arithmetic, reading)
+        three, two = (product + x / limits["copy_tbs"] / 1e6 for x in (apart, one_pass))
         binds = "memory" if reading > arithmetic else "arithmetic"
-        lines.append(f"| {tokens:,} | {plots.size(fused)} | {plots.size(passes)} | {binds} | {100 * extra / product:.1f} % of it | {1 + extra / product:.2f} |")
+        lines.append(f"| {tokens:,} | {plots.size(moved)} | {binds} | {plots.size(apart)} | {three / two:.3f} x | {three / product:.3f} x |")
     lines.append(
         f"\n*Hidden size {hidden:,}, {num_heads} query and {num_kv_heads} KV heads of {head_dim}, bf16; predicted from the limits {results.caption(results.load(V1))}; "
         "launches are not counted.*"
