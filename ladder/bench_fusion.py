@@ -131,7 +131,7 @@ def check_choice(
     scores = normed.double() @ gate_weight.double().T
     scores = scores.sigmoid() if scoring == "sigmoid" else scores.softmax(-1)
     ranked = scores if correction_bias is None else scores + correction_bias.double()
-    top_k, chosen = ids.shape[1], ids.long()
+    chosen = ids.long()
     if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < gate_weight.shape[0]:
         return Parity(False, float("inf"), tolerance, "an id names no expert")
     if (chosen.sort(-1)[0].diff(dim=-1) == 0).any():
@@ -147,7 +147,8 @@ def check_choice(
         ranked = grouped.masked_fill((best < limit + tolerance)[..., None] & ~used[..., None], float("-inf")).flatten(1)
     key = ranked.gather(1, chosen)
     left = ranked.masked_fill(kept, float("-inf")).amax(-1)
-    error = max(_distance((left - key.amin(-1)).clamp(min=0), left.new_zeros(())), float((key.diff(dim=-1)).clamp(min=0).max()) if top_k > 1 and len(key) else 0.0)
+    steps = torch.cat([key.diff(dim=-1), (left - key[:, -1])[:, None]], dim=1)  # all downwards, to the best that is left
+    error = _distance(steps.clamp(min=0), torch.zeros_like(steps))
     if not error <= tolerance:
         return Parity(False, error, tolerance, f"a score of {error:.3g} more was left out or put behind")
     exact = scores.gather(1, chosen)
@@ -232,7 +233,8 @@ class Case:
         return f"{self.op} {self.model} T={self.tokens}"
 
     def as_dict(self):
-        return {"mode": "fusion", "op": self.op, "model": self.model, "T": self.tokens, "hidden": self.hidden, "dtype": "bfloat16", **self.shape}
+        case = {"mode": "fusion", "op": self.op, "model": self.model, "T": self.tokens, "hidden": self.hidden}
+        return {**case, "dtype": "bfloat16", **self.shape}
 
     def make(self, device, dtype=torch.bfloat16, seed=0):
         """(positional arguments, keyword arguments) of the call."""
@@ -245,7 +247,8 @@ class Case:
         if self.op == "router":
             bias = normal(s["E"], scale=0.1, dtype=torch.float32) if s.get("scoring") == "sigmoid" else None
             options = {k: v for k, v in s.items() if k != "E"}
-            return [normal(T, n), normal(T, n), 1 + normal(n, scale=0.1), normal(s["E"], n, scale=n**-0.5)], {**options, "correction_bias": bias}
+            args = [normal(T, n), normal(T, n), 1 + normal(n, scale=0.1), normal(s["E"], n, scale=n**-0.5)]
+            return args, {**options, "correction_bias": bias}
         page_size, rot_dim = 64, s["rot_dim"]
         pages = -(-T // page_size) + 1
         cos, sin = fusion.rope_tables(rot_dim, 8192, device=device)
@@ -299,13 +302,14 @@ class Case:
 
 def cases():
     """DeepSeek-V2-Lite, a Llama of 8B and DeepSeek-V3's routing, at decode and prefill sizes."""
+    grouped = dict(num_groups=8, topk_groups=4, scoring="sigmoid", routed_scaling_factor=2.5)
     found = []
     for T in TOKENS:
         found += [
             Case("qkv", "Llama-8B", T, 4096, dict(Hq=32, Hkv=8, D=128, rot_dim=128)),
             Case("mla", "DeepSeek-V2-Lite", T, 2048, dict(H=16, rank=512, rot_dim=64)),
             Case("router", "DeepSeek-V2-Lite", T, 2048, dict(E=64, top_k=6, renormalize=False)),
-            Case("router", "DeepSeek-V3", T, 7168, dict(E=256, top_k=8, num_groups=8, topk_groups=4, scoring="sigmoid", routed_scaling_factor=2.5)),
+            Case("router", "DeepSeek-V3", T, 7168, dict(E=256, top_k=8, **grouped)),
         ]  # fmt: skip
     return found
 

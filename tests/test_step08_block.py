@@ -128,7 +128,8 @@ BLOCKS = {
     "llama": lambda: DFlash2AttentionBlock(HIDDEN, 2, 1, 16, dtype=torch.float32, device=DEVICE),
     "qwen3 moe": lambda: DFlash2AttentionBlock(HIDDEN, 3, 1, 16, qk_norm=True, router=Router(8, 2), dtype=torch.float32, device=DEVICE),
     "gpt-oss": lambda: DFlash2AttentionBlock(
-        HIDDEN, 2, 1, 16, qkv_bias=True, sinks=True, windows=RangeWindows.sliding(3), router=Router(4, 2), dtype=torch.float32, device=DEVICE
+        HIDDEN, 2, 1, 16, qkv_bias=True, sinks=True, windows=RangeWindows.sliding(3), router=Router(4, 2), dtype=torch.float32,
+        device=DEVICE,
     ),
     "v2 lite": lambda: DFlash2MLABlock(
         HIDDEN, 2, qk_nope_head_dim=16, qk_rope_head_dim=16, kv_lora_rank=32, v_head_dim=8, router=Router(8, 3, renormalize=False),

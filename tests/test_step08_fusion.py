@@ -114,7 +114,8 @@ def chain(function, args, options, dtype=None):
         slots = args[where[-1] + 1]
         spare = args[where[0]].shape[0] * args[where[0]].shape[1]
         for i in where:
-            args[i] = torch.cat([args[i], torch.full_like(args[i][:1], NAN).repeat(1 + len(slots) // args[i].shape[1], *[1] * (args[i].ndim - 1))])
+            more = args[i].new_full((1 + len(slots) // args[i].shape[1], *args[i].shape[1:]), NAN)
+            args[i] = torch.cat([args[i], more])
         number = torch.arange(len(slots), device=slots.device)
         args[where[-1] + 1] = torch.where(slots < 0, spare + number, slots).long()
     args[4:5] = [args[4].long()] if len(args) > 4 else []
@@ -156,7 +157,8 @@ def check_router(args, options, **more):
         result = fusion.fused_norm_router(*args, **options, **more)
     parity = chains.check_budget(result[:2], exact[:2], other[:2])
     assert parity, parity.reason
-    parity = chains.check_choice(result[0], args[3], *result[2:], **{k: v for k, v in options.items() if k not in ("top_k", "eps", "group_score")})
+    rules = {k: v for k, v in options.items() if k not in ("top_k", "eps", "group_score")}
+    parity = chains.check_choice(result[0], args[3], *result[2:], **rules)
     assert parity, parity.reason
     assert [x.dtype for x in result[2:]] == [torch.float32, torch.int32, torch.int32]
     return result
@@ -475,7 +477,8 @@ def test_rope_tables_linear():
 
 def test_rope_tables_yarn():
     """DeepSeek-V2's: fast pairs as trained, slow ones stretched by the factor, a ramp between; the factors cancel."""
-    scaling = dict(type="yarn", factor=40, original_max_position_embeddings=4096, beta_fast=32, beta_slow=1, mscale=0.707, mscale_all_dim=0.707)
+    scaling = dict(type="yarn", factor=40, original_max_position_embeddings=4096, beta_fast=32, beta_slow=1)
+    scaling |= dict(mscale=0.707, mscale_all_dim=0.707)
     plain, _ = fusion._frequencies(64, 10000.0, None)
     frequencies, factor = fusion._frequencies(64, 10000.0, scaling)
     ratio = frequencies / plain
@@ -559,7 +562,8 @@ def replaced(args, options, **changes):
     (dict(_1=lambda w: w.half()), "weight_qkv has dtype torch.float16; want float32"),
     (dict(_1=lambda w: w.to("meta")), "weight_qkv is on meta; want"),
     (dict(_2=lambda c: c[:, ::2]), "cos has strides .*; want a contiguous tensor"),
-    (dict(_2=lambda c: torch.cat([c, c], 1), _3=lambda c: torch.cat([c, c], 1)), "cos has 16 columns; want 1 to 8, pairs of the 16 columns of D"),
+    (dict(_2=lambda c: torch.cat([c, c], 1), _3=lambda c: torch.cat([c, c], 1)),
+     "cos has 16 columns; want 1 to 8, pairs of the 16 columns of D"),
     (dict(_3=lambda c: c[1:].contiguous()), r"sin has shape \(59, 8\); want \(60, 8\)"),
     (dict(_4=lambda p: p[:4]), r"positions has shape \(4,\); want \(5,\)"),
     (dict(_4=lambda p: p.float()), "positions has dtype torch.float32; want int32 or int64"),
@@ -594,7 +598,8 @@ def test_qkv_refuses(changes, words):
     (dict(_0=lambda x: x[:, :-1]), r"weight has shape \(48, 48\); want \(48, 47\)"),
     (dict(_0=lambda x: x[:, :-1], weight=None), r"x has shape \(5, 47\); want \(5, 48\)"),
     (dict(_1=lambda w: w[:31]), "latent_cache has 48 columns, kv_norm_weight 31; want an even number more, rot_dim"),
-    (dict(_2=lambda c: c[:, :4].contiguous(), _3=lambda c: c[:, :4].contiguous()), "cos has 4 columns; want 8, pairs of the 16 columns of rot_dim"),
+    (dict(_2=lambda c: c[:, :4].contiguous(), _3=lambda c: c[:, :4].contiguous()),
+     "cos has 4 columns; want 8, pairs of the 16 columns of rot_dim"),
     (dict(_5=lambda c: c[0]), r"latent_cache has shape \(4, 48\); want \(num_pages, page_size, rank \+ rot_dim\)"),
     (dict(_7=lambda q: q[..., :8]), r"q_pe has shape \(5, 3, 8\); want \(5, H, 16\)"),
     (dict(q_nope=torch.zeros(5, 2, 32)), r"q_nope has shape \(5, 2, 32\); want \(5, 3, n\)"),
@@ -735,15 +740,18 @@ def test_fake_tensors_go_through():
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_launch_parameters_cover_the_work(itemsize):
-    for tokens, dim, inner, units in itertools.product((1, 8, 16, 17, 64, 500), (16, 20, 64, 80, 96, 128, 256, 576), (1, 100, 2048, 7168), (1, 48)):
+    sizes = (1, 8, 16, 17, 64, 500), (16, 20, 64, 80, 96, 128, 256, 576), (1, 100, 2048, 7168), (1, 48)
+    for tokens, dim, inner, units in itertools.product(*sizes):
         c = fusion.projection_config(tokens, units, dim, inner, itemsize, 132)
         assert c["TILES"] * c["BLOCK_N"] >= dim > (c["TILES"] - 1) * c["BLOCK_N"]
-        assert fusion._per_split(inner, c["splits"], c) * c["splits"] >= inner and fusion._per_split(inner, c["splits"], c) % c["BLOCK_K"] == 0
+        per_split = fusion._per_split(inner, c["splits"], c)
+        assert per_split * c["splits"] >= inner and per_split % c["BLOCK_K"] == 0
         assert not c["EVEN"] or inner % c["BLOCK_K"] == 0
         assert all(c[k] & (c[k] - 1) == 0 and c[k] > 0 for k in ("splits", "BLOCK_T", "BLOCK_N", "BLOCK_K", "FINISH_T"))
         shared = itemsize * c["num_stages"] * c["BLOCK_K"] * (c["BLOCK_N"] + c["BLOCK_T"])
         assert shared <= 99 * 1024
-    for tokens, experts, hidden, groups in itertools.product((1, 16, 64, 65, 4096), (1, 8, 64, 160, 256, 384, 1024), (7, 2048, 7168), (1, 8)):
+    sizes = (1, 16, 64, 65, 4096), (1, 8, 64, 160, 256, 384, 1024), (7, 2048, 7168), (1, 8)
+    for tokens, experts, hidden, groups in itertools.product(*sizes):
         if experts % groups:
             continue
         for same, one in itertools.product((True, False), (True, False)):
@@ -809,12 +817,12 @@ def test_every_case_of_the_benchmark_runs_small(on_torch):
         case.tokens, case.hidden = 6, 64
         case.shape = {k: min(v, small[k]) if k in small else v for k, v in case.shape.items()}
         args, options = case.make(torch.device("cpu"), torch.float32)
-        reference = case.outputs(case.chain(*[x.double() if x.is_floating_point() else x for x in args],
-                                            **{k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}), args)  # fmt: skip
-        result = case.call(*args, **options)
-        outputs = case.outputs(result, args)
-        assert chains.check_budget(outputs[:1], reference[:1], [reference[0].float()]) or case.op != "router"
-        torch.testing.assert_close(outputs[0].double(), reference[0], rtol=1e-4, atol=1e-5)
+        exact_args = [x.double() if x.is_floating_point() else x for x in args]
+        exact_options = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        reference = case.outputs(case.chain(*exact_args, **exact_options), exact_args)
+        outputs = case.outputs(case.call(*args, **options), args)
+        for got, want in zip(outputs, reference, strict=True):
+            torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
         assert case.bytes_moved(args, options) > sum(x.numel() * x.element_size() for x in outputs)
 
 

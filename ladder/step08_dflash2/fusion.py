@@ -562,7 +562,8 @@ def router_config(tokens, num_experts, hidden, num_groups, itemsize, same_dtype,
     experts, as far as registers allow, so that neither rows nor gate are read more often than they must.
     """
     wide, every = itemsize == 4, max(16, _power(num_experts))
-    most_t, most_e = (32, 64) if wide and same_dtype else (64, 128) if wide else (64, 256)
+    ieee = wide and same_dtype
+    most_t, most_e = (32, 64) if ieee else (64, 128) if wide else (64, 256)
     block_t, block_e = (most_t, min(most_e, every)) if tokens > 512 else (16, min(64, every))
     if one_launch:
         block_t = max(16, _power(tokens))  # one tile of rows: who finishes it knows the counts
@@ -577,9 +578,10 @@ def router_config(tokens, num_experts, hidden, num_groups, itemsize, same_dtype,
         FINISH_T=max(1, min(block_t, 2048 // (block_g * block_p))),
         GROUPS=num_groups, BLOCK_G=block_g, PER_GROUP=per_group, BLOCK_P=block_p,
         # A 16-bit number is a TF32 one, or nearly: three TF32 products hold all of float32's that is left.
-        PRECISION="ieee" if wide and same_dtype else "tf32x3" if wide else "tf32",
-        # With 256 columns or more, eight warps rank a token each.
-        num_warps=8 if block_t * block_e > 4096 or block_g * block_p >= 256 else 4, num_stages=2 if wide else 3,
+        PRECISION="ieee" if ieee else "tf32x3" if wide else "tf32",
+        # Eight warps for a large tile, and with 256 columns or more, where each of them ranks a token.
+        num_warps=8 if block_t * block_e > (1024 if ieee else 4096) or block_g * block_p >= 256 else 4,
+        num_stages=2 if wide else 3,
     )  # fmt: skip
 
 
@@ -667,11 +669,10 @@ def _expect(name, x, shape, dtypes, device=None, *, optional=False, contiguous=F
     """Check one tensor; names in ``shape`` stand for any size."""
     if x is None and optional:
         return
-    layout = "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{RUNG}: {name} is a {type(x).__name__}; want a torch.Tensor {layout}{', or None' if optional else ''}")
+        raise TypeError(f"{RUNG}: {name} is a {type(x).__name__}; want a torch.Tensor {_layout(shape)}{', or None' if optional else ''}")
     if x.ndim != len(shape) or any(not isinstance(n, str) and n != m for n, m in zip(shape, x.shape)):
-        raise ValueError(f"{RUNG}: {name} has shape {tuple(x.shape)}; want {layout}")
+        raise ValueError(f"{RUNG}: {name} has shape {tuple(x.shape)}; want {_layout(shape)}")
     if x.dtype not in dtypes:
         wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise ValueError(f"{RUNG}: {name} has dtype {x.dtype}; want {wanted}")
@@ -679,6 +680,10 @@ def _expect(name, x, shape, dtypes, device=None, *, optional=False, contiguous=F
         raise ValueError(f"{RUNG}: {name} is on {x.device}; want {device}, the device of x")
     if contiguous and not x.is_contiguous():
         raise ValueError(f"{RUNG}: {name} has strides {x.stride()}; want a contiguous tensor")
+
+
+def _layout(shape):
+    return "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"
 
 
 def _check_cache(name, cache):
@@ -723,7 +728,7 @@ def _check_number(name, value, signed=False):
     wanted = "a finite number" if signed else "a finite number, 0 or more"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{RUNG}: {name} is {value!r}; want {wanted}")
-    if not math.isfinite(value) or (value < 0 and not signed):
+    if not -math.inf < value < math.inf or (value < 0 and not signed):  # comparisons, which torch.compile can follow
         raise ValueError(f"{RUNG}: {name} is {value}; want {wanted}")
     return float(value)
 

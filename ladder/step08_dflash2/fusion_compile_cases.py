@@ -29,10 +29,12 @@ ROUTER = (
     (8, 2048, 64, 6, None, None, BF16, BF16, False), (8, 7168, 256, 8, 8, 4, BF16, BF16, True), (8, 7168, 256, 8, 8, 4, BF16, FP32, True),
     (64, 7168, 256, 8, 8, 4, BF16, BF16, True), (64, 7168, 256, 8, 8, 4, BF16, FP32, True), (64, 5120, 160, 6, 8, 3, BF16, FP32, False),
     (64, 2048, 128, 8, None, None, BF16, BF16, False), (64, 7168, 384, 8, None, None, BF16, FP32, True),
-    (8, 1000, 8, 2, None, None, FP16, FP16, False), (64, 2048, 64, 6, None, None, FP32, FP32, False), (16, 7168, 1024, 8, None, None, BF16, BF16, False),
+    (8, 1000, 8, 2, None, None, FP16, FP16, False), (64, 2048, 64, 6, None, None, FP32, FP32, False),
+    (16, 7168, 1024, 8, None, None, BF16, BF16, False),
     (64, 7168, 512, 10, None, None, BF16, BF16, False),
-    (4096, 2048, 64, 6, None, None, BF16, BF16, False), (4096, 7168, 256, 8, 8, 4, BF16, BF16, True), (4096, 7168, 256, 8, 8, 4, BF16, FP32, True),
-    (4096, 2048, 1024, 8, None, None, BF16, FP32, False), (4096, 2048, 64, 6, None, None, FP32, FP32, False), (4096, 16384, 16, 2, None, None, BF16, BF16, False),
+    (4096, 2048, 64, 6, None, None, BF16, BF16, False), (4096, 7168, 256, 8, 8, 4, BF16, BF16, True),
+    (4096, 7168, 256, 8, 8, 4, BF16, FP32, True), (4096, 2048, 1024, 8, None, None, BF16, FP32, False),
+    (4096, 2048, 64, 6, None, None, FP32, FP32, False), (4096, 16384, 16, 2, None, None, BF16, BF16, False),
 )  # fmt: skip
 
 

@@ -456,7 +456,8 @@ def dflash2_norm_router(
     partials_ptr, counters_ptr, stride_xt, stride_xk, stride_rt, stride_rk, stride_ge, stride_gk,
     tokens, hidden, per_split, splits, row_tiles, num_experts, eps, scaling,
     NORM: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr, FINISH_T: tl.constexpr, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, PER_GROUP: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_K: tl.constexpr, FINISH_T: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, PER_GROUP: tl.constexpr, BLOCK_P: tl.constexpr,
     TOPK_GROUPS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_TOPK: tl.constexpr, SIGMOID: tl.constexpr, TOP2: tl.constexpr,
     RENORMALIZE: tl.constexpr, ONE_TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
