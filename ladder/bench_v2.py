@@ -255,15 +255,7 @@ def window_work(S, ranges, names, dry, device, peers=True):
     if "flex" in names and device.type == "cuda" and peers:
         impls["flex"] = _flex_window(S, sink, window)(q, k, v)
     if "fa3" in names and peers and next(p for p in PEERS if p.name == "fa3").why_not(problem, device) is None:
-        from .lab.peers import _fa3_module
-
-        interface = __import__(_fa3_module())
-
-        def fa3():
-            out = interface.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True, window_size=(window - 1, 0))
-            return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
-
-        impls["fa3"] = fa3
+        impls["fa3"] = _fa3_window(q, k, v, window)
     case = {**problem.case(), "mode": "window", "windows": [list(r) for r in ranges]}
     pairs = _visible_pairs(ranges, S)
     oracle = lambda: WindowOracle(q, k, v, ranges, sample_rows=64)  # noqa: E731
@@ -287,6 +279,19 @@ def _visible_pairs(ranges, S):
         inside = (position >= first) & (position < last)
         seen = torch.where(inside, torch.minimum(seen, torch.full_like(seen, sink + window)), seen)
     return int(seen.sum())
+
+
+def _fa3_window(q, k, v, window):
+    """FlashAttention-3 with the ``window`` newest keys of each query; it counts those to the left of the query's own."""
+    from .lab.peers import _fa3_module
+
+    interface = __import__(_fa3_module())
+
+    def run():
+        out = interface.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True, window_size=(window - 1, 0))
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return run
 
 
 def _flex_window(S, sink, window):
