@@ -56,7 +56,7 @@ def test_minilm_is_real_and_checked():
 
 @pytest.mark.parametrize("bad, words", [
     (dict(dtype="int8"), "dtype is 'int8'; want one of float16, bfloat16, float32"),
-    (dict(input="noise"), "input is 'noise'; want 'randn' or 'minilm'"),
+    (dict(input="noise"), "input is 'noise'; want 'randn' or 'minilm' or 'tiny-moe'"),
     (dict(Hq=5, Hkv=2), "Hq is 5; want a multiple of Hkv = 2"),
     (dict(Hkv=0), "Hq is 16; want a multiple of Hkv = 0"),
 ])  # fmt: skip

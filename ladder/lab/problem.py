@@ -9,7 +9,11 @@ from importlib import resources
 import torch
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-MINILM_LAYERS = (0, 3, 5)
+# Inputs captured from trained models, see data/README.md: heads of q and of k/v, head size, tokens, file, layers as batch.
+CAPTURED = {
+    "minilm": (12, 12, 32, 512, "minilm_l6_v2_qkv.safetensors", (0, 3, 5)),
+    "tiny-moe": (8, 2, 64, 1024, "tiny_moe_qkv.safetensors", (0, 3, 5)),
+}
 
 
 @dataclass(frozen=True)
@@ -17,7 +21,7 @@ class AttentionProblem:
     """One attention call: shapes, mask, element type and where its numbers come from.
 
     B, Hq, Hkv: batch, query heads, KV heads. Sq, Sk: lengths in tokens. D, Dv: head sizes of q/k and of v.
-    ``input`` is "randn" (``seed`` says which) or "minilm" (captured from a trained model, see ``data/README.md``).
+    ``input`` is "randn" (``seed`` says which), or "minilm" or "tiny-moe" (captured from trained models, see ``data/README.md``).
     """
 
     B: int = 1
@@ -36,8 +40,8 @@ class AttentionProblem:
     def __post_init__(self):
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; want one of {', '.join(DTYPES)}")
-        if self.input not in ("randn", "minilm"):
-            raise ValueError(f"input is {self.input!r}; want 'randn' or 'minilm'")
+        if self.input not in ("randn", *CAPTURED):
+            raise ValueError(f"input is {self.input!r}; want 'randn' or {' or '.join(map(repr, CAPTURED))}")
         if self.Hkv < 1 or self.Hq % self.Hkv:
             raise ValueError(f"Hq is {self.Hq}; want a multiple of Hkv = {self.Hkv}")
 
@@ -97,8 +101,8 @@ class AttentionProblem:
 
         ``copy`` gives other random numbers for the same problem, so that a timing loop can rotate its inputs.
         """
-        if self.input == "minilm":
-            return self._make_minilm(device)
+        if self.input in CAPTURED:
+            return self._make_captured(device)
         # The CPU generator makes the same numbers on every machine; large problems are drawn where they are used.
         large = self.B * max(self.Hq * self.Sq, self.Hkv * self.Sk) * self.D > 1 << 24
         source = torch.device(device) if large else torch.device("cpu")
@@ -110,23 +114,26 @@ class AttentionProblem:
 
         return draw(self.Hq, self.Sq, self.D), draw(self.Hkv, self.Sk, self.D), draw(self.Hkv, self.Sk, self.Dv)
 
-    def _make_minilm(self, device):
+    def _make_captured(self, device):
         from safetensors import safe_open
 
-        if (self.Hq, self.Hkv, self.D, self.Dv) != (12, 12, 32, 32) or not 1 <= self.B <= 3:
-            raise ValueError("input 'minilm' has 12 heads of size 32 and up to 3 layers as batch; want those shapes")
-        if max(self.Sq, self.Sk) > 512:
-            raise ValueError(f"input 'minilm' has 512 tokens; Sq = {self.Sq}, Sk = {self.Sk} is more")
-        path = resources.files("ladder.lab") / "data" / "minilm_l6_v2_qkv.safetensors"
+        num_heads, num_kv_heads, dim, tokens, name, layers = CAPTURED[self.input]
+        if (self.Hq, self.Hkv, self.D, self.Dv) != (num_heads, num_kv_heads, dim, dim) or not 1 <= self.B <= len(layers):
+            heads = f"{num_heads} heads" if num_heads == num_kv_heads else f"{num_heads} query and {num_kv_heads} KV heads"
+            raise ValueError(f"input {self.input!r} has {heads} of size {dim} and up to {len(layers)} layers as batch; want those shapes")
+        if max(self.Sq, self.Sk) > tokens:
+            raise ValueError(f"input {self.input!r} has {tokens} tokens; Sq = {self.Sq}, Sk = {self.Sk} is more")
+        path = resources.files("ladder.lab") / "data" / name
         with resources.as_file(path) as file, safe_open(file, framework="pt") as tensors:
-            def stack(name, length):
-                layers = [tensors.get_tensor(f"layer{n}.{name}")[:, :length] for n in MINILM_LAYERS[: self.B]]
-                return torch.stack(layers).to(device=device, dtype=DTYPES[self.dtype]).contiguous()
+            def stack(part, length):
+                chosen = [tensors.get_tensor(f"layer{n}.{part}")[:, :length] for n in layers[: self.B]]
+                return torch.stack(chosen).to(device=device, dtype=DTYPES[self.dtype]).contiguous()
 
             return stack("q", self.Sq), stack("k", self.Sk), stack("v", self.Sk)
 
 
 MINILM = AttentionProblem(B=3, Hq=12, Hkv=12, Sq=512, Sk=512, D=32, Dv=32, input="minilm")
+TINY_MOE = AttentionProblem(B=3, Hq=8, Hkv=2, Sq=1024, Sk=1024, D=64, Dv=64, causal=True, input="tiny-moe")
 # Head layouts of models that people serve; lengths and mask come from the caller.
 SHAPES = {
     "plain": dict(Hq=16, Hkv=16, D=128, Dv=128),

@@ -268,12 +268,12 @@ def _on_hopper(
     if hopper is None:
         return False
     paged = block_table is not None
-    what = dict(causal=causal, right=right, windows=windows, softcap=softcap, sinks=sinks)
+    what = dict(causal=causal, right=right, scale=scale, windows=windows, softcap=softcap, sinks=sinks)
     if hopper.supports_prefill(q, k, v, paged=paged, **what) is not None:
         return False
     hopper.launch_prefill(
         q, k, v, out, lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=block_table,
-        seq_lens=seq_lens, max_seqlen_q=max_seqlen_q, scale=scale, **what,
+        seq_lens=seq_lens, max_seqlen_q=max_seqlen_q, **what,
     )  # fmt: skip
     return True
 

@@ -307,6 +307,14 @@ def _launch_mla(q, latent_cache, block_table, seq_lens, out, lse, **options):
     """As ``_launch_decode`` for q (B, q_len, H, D) on a latent_cache (num_pages, page_size, D) whose first columns, as many as
     out has, are the value.
     """
+    from .attention import hopper_code
+
+    hopper = hopper_code(q.device)
+    what = {name: options[name] for name in ("scale", "windows", "softcap", "schedule")}
+    if hopper is not None and options["config"] is None and hopper.supports_mla(q, latent_cache, out, **what) is None:
+        what = {name: options[name] for name in ("scale", "right", "sinks", "num_kv_splits", "workspace")}
+        hopper.launch_mla(q, latent_cache, block_table, seq_lens, out, lse, **what)
+        return
     k_cache = latent_cache[:, :, None]
     _launch_decode(q, k_cache, k_cache[..., : out.shape[3]], block_table, seq_lens, out, lse, latent=True, **options)
 

@@ -1,0 +1,231 @@
+"""The engine: requests in, tokens out as they come."""
+
+import time
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+
+from . import backends
+from .kv_pool import PagePool
+from .runner import GRAPH_RESERVE, MemoryPlan, Runner, device_memory
+from .sampling import SamplingParams, sample
+from .scheduler import Request, Scheduler
+
+
+@dataclass(frozen=True)
+class Event:
+    """A token of a request's answer; ``finished`` is None, or why it was the last: "length", "stop" or "cancelled".
+
+    A cancelled request's last event has no token.
+    """
+
+    request: int
+    token: int | None
+    finished: str | None
+
+
+class Engine:
+    """Continuous batching of one model on one device.
+
+    Args:
+        spec: the model, see ``ladder.engine.models.find``.
+        backend: name of the attention backend, see ``ladder.engine.backends.NAMES``.
+        device, dtype: None is the GPU in bfloat16 where there is one, else the CPU in float32.
+        mem_fraction: share of the device's memory that weights, activations and the KV pool may take together.
+        kv_tokens: size of the KV pool in tokens; None is what the fraction leaves, at most what ``max_seqs`` sequences of
+            ``max_len`` tokens could ever fill.
+        max_len: longest sequence, prompt and answer, in tokens; None is the model's context, or the pool if that is less.
+        max_seqs: most requests that run at a time. chunk_tokens: most prompt tokens in a step. chunk_keys: most keys that
+            they look at together. decode_every: see ``Scheduler``. page_size: tokens of a page.
+        cuda_graphs: capture decode (on a GPU, where the backend allows it).
+        windows: ``RangeWindows`` for step08, None is exact attention.
+        log: called with each line of the log. progress: see ``Spec.load``.
+
+    Raises:
+        ValueError: before anything is allocated: an unknown backend, one that cannot run here, a model that does not fit.
+    """
+
+    def __init__(
+        self, spec, backend="step08", *, device=None, dtype=None, mem_fraction=0.9, kv_tokens=None, max_len=None,
+        max_seqs=64, chunk_tokens=8192, chunk_keys=65536, decode_every=4, page_size=64, cuda_graphs=True, windows=None,
+        log=None, progress=None,
+    ):  # fmt: skip
+        self.log = log or (lambda line: None)
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        attention = backends.make(backend, device, windows)
+        attention.check(device, dtype)
+        sizes = dict(max_seqs=max_seqs, chunk_tokens=chunk_tokens, chunk_keys=chunk_keys, decode_every=decode_every, page_size=page_size)
+        for name, value in {**sizes, "kv_tokens": kv_tokens or 1, "max_len": max_len or 1}.items():
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"engine: {name} is {value!r}; want an integer of at least 1")
+        if not 0 < mem_fraction <= 1:
+            raise ValueError(f"engine: mem_fraction is {mem_fraction}; want above 0, at most 1")
+        if max_len is not None and max_len > spec.config.context:
+            raise ValueError(f"engine: max_len is {max_len}; want at most {spec.config.context}, the context of {spec.name}")
+        self.spec, self.backend, self.device, self.dtype = spec, attention, device, dtype
+        self.mem_fraction = mem_fraction
+
+        longest = max_len or spec.config.context
+        if kv_tokens is not None and max_len is None:
+            longest = min(longest, kv_tokens)
+        chunk_tokens = min(chunk_tokens, max_seqs * longest)
+        # Who reads contiguous keys copies a layer's pages of a whole decode batch, which may be all there are.
+        gathers = attention.gathers or spec.latent and not attention.absorbs
+        page_bytes = page_size * (spec.token_bytes(dtype) + (spec.key_bytes(dtype, True) if gathers else 0))
+        total, others = device_memory(device)
+        chunk_keys = max(chunk_keys, chunk_tokens)
+        transient = max(chunk_keys, longest) * spec.key_bytes(dtype, attention.gathers)
+        scratch = [attention.scratch_bytes(chunk_tokens, n, spec.config.num_heads, dtype.itemsize) for n in (longest, min(longest, chunk_tokens))]
+        transient += scratch[0]
+        weights = spec.parameters * dtype.itemsize
+        reserve = GRAPH_RESERVE if device.type == "cuda" else 0
+        least = MemoryPlan(total, mem_fraction, others, weights, transient, reserve, page_bytes)
+        wanted = 2 if kv_tokens is None else -(-kv_tokens // page_size) + 1
+        if least.pages < wanted:
+            raise ValueError(
+                f"engine: {spec.name} needs {_gib(weights)} for weights, {_gib(transient)} for a prefill step of {chunk_tokens} tokens "
+                f"on {longest} keys and {_gib(wanted * page_bytes)} for the KV pool; {mem_fraction:g} of {_gib(total)} without the "
+                f"{_gib(others)} in use leaves {_gib(max(0, total * mem_fraction - others))}. "
+                "Want a larger --mem-fraction, a smaller --max-len or --chunk-tokens, or more memory"
+            )
+        where = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+        source = f"weights of {spec.source.name}" if spec.source else "random weights"
+        self.log(f"model {spec.name}, {source}, {spec.parameters / 1e6:,.1f} M parameters, {str(dtype).removeprefix('torch.')} on {where}")
+        model = spec.load(dtype, device, progress)
+        self.runner = Runner(
+            model, attention, spec, device=device, dtype=dtype, page_size=page_size, max_len=longest, max_seqs=max_seqs,
+            cuda_graphs=cuda_graphs,
+        )  # fmt: skip
+        # A step looks at more keys than the measured one when its prompts are partly cached.
+        more = max(0, max(chunk_keys, longest) - chunk_tokens) * spec.key_bytes(dtype, attention.gathers) + scratch[0] - scratch[1]
+        activations = self.runner.measure(chunk_tokens) + more if device.type == "cuda" else transient
+        self.plan = MemoryPlan(total, mem_fraction, others, weights, activations, reserve, page_bytes)
+        most = max_seqs * -(-longest // page_size) + 1
+        pages = wanted if kv_tokens is not None else most
+        if pages > self.plan.pages:
+            if kv_tokens is not None:
+                raise ValueError(f"engine: kv_tokens is {kv_tokens}; want at most {(self.plan.pages - 1) * page_size}, what memory leaves")
+            pages = self.plan.pages
+        if pages < 2:
+            raise ValueError(f"engine: {_gib(activations)} of activations leave no memory for the KV pool; want a smaller --chunk-tokens")
+        self.pool = PagePool(pages, page_size)
+        self.max_len = min(longest, self.pool.tokens)
+        self.runner.allocate(pages)
+        self.scheduler = Scheduler(
+            self.pool, max_seqs=max_seqs, chunk_tokens=chunk_tokens, chunk_keys=chunk_keys, decode_every=decode_every
+        )
+        self.requests, self._ids, self._cancelled = {}, count(), []
+        self.steps = {"prefill": 0, "decode": 0}
+        self.log(f"attention backend {attention.name}" + (f", {windows}" if windows is not None else "")
+                 + (", decode as CUDA graphs" if self.runner.captures else ""))  # fmt: skip
+        self.log(
+            f"KV pool {self.pool.tokens:,} tokens in {pages - 1:,} pages of {page_size}, {self.runner.cache.nbytes:,} bytes "
+            f"({_gib(self.runner.cache.nbytes)}, {spec.token_bytes(dtype):,} bytes a token); weights {_gib(weights)}, "
+            f"activations {_gib(activations)}, {mem_fraction:g} of {_gib(total)}"
+        )
+
+    def submit(self, prompt, params=SamplingParams()):
+        """Queue a request; returns its number.
+
+        Args:
+            prompt: token ids. params: ``SamplingParams``.
+
+        Raises:
+            ValueError: an empty prompt, an id outside the vocabulary, a request longer than a sequence or the pool may be.
+        """
+        prompt, vocab = list(prompt), self.spec.config.vocab
+        if not prompt:
+            raise ValueError("engine: prompt is empty; want at least one token")
+        wrong = next((t for t in prompt if not 0 <= t < vocab), None)
+        if wrong is not None:
+            raise ValueError(f"engine: prompt holds token {wrong}; want 0 .. {vocab - 1}")
+        if len(prompt) + params.max_tokens > self.max_len:
+            raise ValueError(
+                f"engine: {len(prompt)} prompt tokens and {params.max_tokens} to generate are {len(prompt) + params.max_tokens}; "
+                f"want at most {self.max_len}, the longest sequence (KV pool: {self.pool.tokens} tokens)"
+            )
+        request = Request(next(self._ids), prompt, params, submitted=time.perf_counter())
+        self.requests[request.id] = request
+        self.scheduler.add(request)
+        return request.id
+
+    def cancel(self, number):
+        """End a request now, running or waiting; its pages are free at once. Nothing happens when it has ended already.
+
+        Raises:
+            ValueError: there is no request of that number.
+        """
+        if number not in self.requests:
+            raise ValueError(f"engine: there is no request {number!r}")
+        request = self.requests[number]
+        if request.finished is None:
+            self.scheduler.finish(request, "cancelled")
+            self._cancelled.append(Event(number, None, "cancelled"))
+
+    @property
+    def busy(self):
+        return self.scheduler.busy or bool(self._cancelled)
+
+    def step(self):
+        """Run one step; returns its ``Event``s, in batch order. An empty list: only prompts were computed."""
+        events, self._cancelled = self._cancelled, []
+        step = self.scheduler.next()
+        if step is None:
+            return events
+        if step.decode:
+            requests = [r for r, _ in step.chunks]
+            logits, greedy = self.runner.decode(requests)
+        else:
+            requests = [r for r, n in step.chunks if r.computed + n == r.length]
+            logits = self.runner.prefill(step.chunks)
+            greedy = logits.argmax(dim=-1) if requests else None
+        self.steps["decode" if step.decode else "prefill"] += 1
+        for request, new in step.chunks:
+            request.computed += new
+        if not requests:
+            return events
+        if any(r.params.temperature > 0 for r in requests):
+            greedy = sample(logits, [r.params for r in requests], [r.length for r in requests])
+        tokens = greedy.tolist()  # the one wait for the device
+        now = time.perf_counter()
+        for request, token in zip(requests, tokens):
+            request.output.append(token)
+            request.times.append(now)
+            reason = None
+            if token in request.params.stop:
+                reason = "stop"
+            elif len(request.output) == request.params.max_tokens:
+                reason = "length"
+            if reason:
+                self.scheduler.finish(request, reason)
+            events.append(Event(request.id, token, reason))
+        return events
+
+    def stream(self, prompts, params=SamplingParams()):
+        """Submit prompts (lists of token ids; ``params`` one for all or a list) and yield ``Event``s until all have ended."""
+        params = params if isinstance(params, list) else [params] * len(prompts)
+        mine = {self.submit(prompt, p) for prompt, p in zip(prompts, params)}
+        try:
+            while mine:
+                for event in self.step():
+                    if event.finished:
+                        mine.discard(event.request)
+                    yield event
+        finally:
+            for number in mine:  # the caller went away
+                self.cancel(number)
+
+    def generate(self, prompts, params=SamplingParams()):
+        """The answers (lists of token ids) to prompts, in their order."""
+        first = len(self.requests)
+        for _ in self.stream(prompts, params):
+            pass
+        return [self.requests[first + i].output for i in range(len(prompts))]
+
+
+def _gib(number):
+    return f"{number / 2**30:,.2f} GiB"

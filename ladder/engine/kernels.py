@@ -1,0 +1,147 @@
+"""Device code around the experts' products: where rows go, the gate, and the weighted sum on the way back.
+
+The products themselves are the library's (or step 07's for a handful of rows); these are the passes in between, each one
+launch where plain operations take three to ten.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _expert_of(ids, assignment, total, num_experts, TOP_K: tl.constexpr, SHARED: tl.constexpr):
+    """The expert of an assignment, numbered token by token: the router's choices, then the shared ones; big behind the end."""
+    token, choice = assignment // (TOP_K + SHARED), assignment % (TOP_K + SHARED)
+    routed = (assignment < total) & (choice < TOP_K)
+    expert = tl.load(ids + token * TOP_K + choice, mask=routed, other=0).to(tl.int32)
+    expert = tl.where(choice < TOP_K, expert, num_experts + choice - TOP_K)
+    return tl.where(assignment < total, expert, 1 << 30)
+
+
+@triton.jit
+def engine_place(
+    ids, order, source, places, offsets, total, num_experts,
+    TOP_K: tl.constexpr, SHARED: tl.constexpr, ALL: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """A stable counting sort of up to ALL assignments without a second launch: each program ranks BLOCK of them among all.
+
+    Quadratic in the assignments, and for a decode batch still less than a launch.
+    """
+    everyone = tl.arange(0, ALL)
+    experts = _expert_of(ids, everyone, total, num_experts, TOP_K, SHARED)
+    mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    own = _expert_of(ids, mine, total, num_experts, TOP_K, SHARED)
+    before = (experts[None, :] < own[:, None]) | ((experts[None, :] == own[:, None]) & (everyone[None, :] < mine[:, None]))
+    row = tl.sum(before.to(tl.int32), axis=1)
+    live = mine < total
+    tl.store(places + mine, row, mask=live)
+    tl.store(order + row, mine, mask=live)
+    tl.store(source + row, mine // (TOP_K + SHARED), mask=live)
+    if tl.program_id(0) == 0:
+        expert = tl.arange(0, EXPERTS)
+        count = tl.sum((experts[None, :] < expert[:, None]).to(tl.int32), axis=1)
+        tl.store(offsets + expert, count, mask=expert <= num_experts + SHARED)
+
+
+@triton.jit
+def engine_swiglu(gate_up, out, hidden, stride, BLOCK: tl.constexpr):
+    """out[row] = silu(gate_up[row, :hidden]) * gate_up[row, hidden:], in float32."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = column < hidden
+    gate = tl.load(gate_up + row * stride + column, mask=live, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * stride + hidden + column, mask=live, other=0.0).to(tl.float32)
+    tl.store(out + row * hidden + column, gate / (1.0 + tl.exp(-gate)) * up, mask=live)
+
+
+@triton.jit
+def engine_combine(
+    rows, places, weights, base, out, width, TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """out[t] = base[t] + sum of weights[t, k] * rows[places[t, k]], shared experts with weight 1; in float32, in order.
+
+    base: what was computed without rows, or None for 0.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = column < width
+    total = tl.zeros([BLOCK], tl.float32)
+    if base is not None:
+        total += tl.load(base + token * width + column, mask=live, other=0.0).to(tl.float32)
+    for k in tl.static_range(TOP_K + SHARED):
+        row = tl.load(places + token * (TOP_K + SHARED) + k).to(tl.int64)
+        value = tl.load(rows + row * width + column, mask=live, other=0.0).to(tl.float32)
+        if k < TOP_K:
+            value *= tl.load(weights + token * TOP_K + k)
+        total += value
+    tl.store(out + token * width + column, total, mask=live)
+
+
+@triton.jit
+def engine_experts_up(
+    x, weight, out, source, offsets, width, hidden,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out[row] = swiglu(x[source[row]] @ weight[expert].T) for an expert's rows: gather, product and gate in one launch.
+
+    A program streams BLOCK_N gate and up columns of one expert; an expert that no token chose costs it two loads. Grid
+    (experts * column tiles,). Made for the few rows of decode, where reading the weight is the whole cost.
+    """
+    column_tiles = tl.cdiv(hidden, BLOCK_N)
+    expert = tl.program_id(0) // column_tiles
+    column = tl.program_id(0) % column_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    first, last = tl.load(offsets + expert), tl.load(offsets + expert + 1)
+    gate_rows = weight + expert.to(tl.int64) * 2 * hidden * width + column[None, :] * width
+    up_rows = gate_rows + hidden.to(tl.int64) * width
+    k = tl.arange(0, BLOCK_K)
+    for start in range(first, last, BLOCK_M):
+        row = start + tl.arange(0, BLOCK_M)
+        live = row < last
+        token = tl.load(source + row, mask=live, other=0).to(tl.int64)
+        gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for k0 in range(0, width, BLOCK_K):
+            inside = k0 + k
+            if EVEN:
+                a = tl.load(x + token[:, None] * width + inside[None, :])
+                w_gate, w_up = tl.load(gate_rows + inside[:, None]), tl.load(up_rows + inside[:, None])
+            else:
+                a = tl.load(x + token[:, None] * width + inside[None, :], mask=inside[None, :] < width, other=0.0)
+                mask = (inside[:, None] < width) & (column[None, :] < hidden)
+                w_gate = tl.load(gate_rows + inside[:, None], mask=mask, other=0.0)
+                w_up = tl.load(up_rows + inside[:, None], mask=mask, other=0.0)
+            gate = tl.dot(a, w_gate, gate, input_precision=PRECISION)
+            up = tl.dot(a, w_up, up, input_precision=PRECISION)
+        value = gate / (1.0 + tl.exp(-gate)) * up
+        spot = out + row.to(tl.int64)[:, None] * hidden + column[None, :]
+        tl.store(spot, value.to(out.dtype.element_ty), mask=live[:, None] & (column[None, :] < hidden))
+
+
+@triton.jit
+def engine_experts_down(
+    x, weight, out, offsets, hidden, width,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out[row] = x[row] @ weight[expert].T for an expert's rows, as ``engine_experts_up``; grid (experts * column tiles,)."""
+    column_tiles = tl.cdiv(width, BLOCK_N)
+    expert = tl.program_id(0) // column_tiles
+    column = tl.program_id(0) % column_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    first, last = tl.load(offsets + expert), tl.load(offsets + expert + 1)
+    weight_rows = weight + expert.to(tl.int64) * width * hidden + column[None, :] * hidden
+    k = tl.arange(0, BLOCK_K)
+    for start in range(first, last, BLOCK_M):
+        row = start + tl.arange(0, BLOCK_M)
+        live = row < last
+        a_rows = x + row.to(tl.int64)[:, None] * hidden
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for k0 in range(0, hidden, BLOCK_K):
+            inside = k0 + k
+            if EVEN:
+                a = tl.load(a_rows + inside[None, :], mask=live[:, None], other=0.0)
+                w = tl.load(weight_rows + inside[:, None])
+            else:
+                a = tl.load(a_rows + inside[None, :], mask=live[:, None] & (inside[None, :] < hidden), other=0.0)
+                w = tl.load(weight_rows + inside[:, None], mask=(inside[:, None] < hidden) & (column[None, :] < width), other=0.0)
+            total = tl.dot(a, w, total, input_precision=PRECISION)
+        spot = out + row.to(tl.int64)[:, None] * width + column[None, :]
+        tl.store(spot, total.to(out.dtype.element_ty), mask=live[:, None] & (column[None, :] < width))

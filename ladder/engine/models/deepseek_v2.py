@@ -1,0 +1,366 @@
+"""``deepseek-v2-lite``: the true architecture, from the public checkpoint in a local folder or with random weights.
+
+Multi-head latent attention caches 576 numbers a token instead of 16 heads of keys and values. Prefill expands them to
+heads of 192 and 128 and runs ordinary attention; decode absorbs the expansion into the query and reads the latent
+cache itself. The two shared experts are experts 64 and 65 of the stack, which every token chooses with weight 1: they
+ride in the grouped product that the others need anyway.
+
+Source: DeepSeek-AI, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model", section 2.
+"""
+
+import json
+import math
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..layers import linear, rotary_table, run_experts, swiglu
+
+
+@dataclass(frozen=True)
+class DeepseekV2Config:
+    """Sizes of DeepSeek-V2-Lite, under names of our own; ``from_json`` reads the checkpoint's ``config.json``."""
+
+    num_layers: int = 27
+    width: int = 2048
+    num_heads: int = 16
+    latent: int = 512
+    rope_dim: int = 64
+    nope_dim: int = 128
+    v_dim: int = 128
+    num_experts: int = 64
+    top_k: int = 6
+    num_shared: int = 2
+    expert_width: int = 1408
+    dense_width: int = 10944
+    num_dense: int = 1
+    vocab: int = 102400
+    context: int = 163840
+    rope_theta: float = 10000.0
+    eps: float = 1e-6
+    renormalize: bool = False
+    routed_scale: float = 1.0
+    # YaRN: how positions beyond the first training's were stretched
+    yarn_factor: float = 40.0
+    yarn_original: int = 4096
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    yarn_mscale: float = 0.707
+    yarn_mscale_all: float = 0.707
+
+    @property
+    def qk_dim(self):
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def scale(self):
+        """1/sqrt(192) times the square of YaRN's factor on the logits."""
+        return self.qk_dim**-0.5 * yarn_mscale(self.yarn_factor, self.yarn_mscale_all) ** 2
+
+    @classmethod
+    def from_json(cls, path):
+        """The configuration of a checkpoint folder.
+
+        Raises:
+            ValueError: it is another architecture, or one with a feature that this model lacks.
+        """
+        c = json.loads(Path(path).read_text())
+        wanted = {"model_type": "deepseek_v2", "q_lora_rank": None, "scoring_func": "softmax", "topk_method": "greedy", "moe_layer_freq": 1}
+        for name, value in wanted.items():
+            if c.get(name, value) != value:
+                raise ValueError(f"deepseek-v2-lite: {name} in {path} is {c[name]!r}; want {value!r}")
+        rope = c.get("rope_scaling") or c.get("rope_parameters") or {}  # the second since transformers 5
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in ("yarn", "default"):
+            raise ValueError(f"deepseek-v2-lite: rotary scaling in {path} is {kind!r}; want 'yarn' or none")
+        rope = {"factor": 1.0, **rope}
+        c = {"rope_theta": rope.get("rope_theta", 10000.0), **c}
+        names = dict(
+            num_layers="num_hidden_layers", width="hidden_size", num_heads="num_attention_heads", latent="kv_lora_rank",
+            rope_dim="qk_rope_head_dim", nope_dim="qk_nope_head_dim", v_dim="v_head_dim", num_experts="n_routed_experts",
+            top_k="num_experts_per_tok", num_shared="n_shared_experts", expert_width="moe_intermediate_size",
+            dense_width="intermediate_size", num_dense="first_k_dense_replace", vocab="vocab_size",
+            context="max_position_embeddings", rope_theta="rope_theta", eps="rms_norm_eps", renormalize="norm_topk_prob",
+            routed_scale="routed_scaling_factor",
+        )  # fmt: skip
+        yarn = dict(yarn_factor="factor", yarn_original="original_max_position_embeddings", yarn_beta_fast="beta_fast",
+                    yarn_beta_slow="beta_slow", yarn_mscale="mscale", yarn_mscale_all="mscale_all_dim")  # fmt: skip
+        found = {ours: c[theirs] for ours, theirs in names.items() if theirs in c}
+        found |= {ours: rope[theirs] for ours, theirs in yarn.items() if theirs in rope}
+        assert set(found) <= {f.name for f in fields(cls)}
+        return cls(**found)
+
+
+def yarn_mscale(factor, mscale):
+    """YaRN's temperature for a context stretched by ``factor``. Source: Peng et al., "YaRN", section 3.4."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def yarn_table(config, length, device=None):
+    """Cosines and sines (length, rope_dim) float32: fast dimensions keep their frequency, slow ones are stretched.
+
+    Source: Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", section 3.2.
+    """
+    c, half = config, config.rope_dim // 2
+    if c.yarn_factor <= 1:
+        return rotary_table(c.rope_dim, length, c.rope_theta, device)
+
+    def dimension(turns):  # the dimension that turns so often within the original context
+        return c.rope_dim * math.log(c.yarn_original / (turns * 2 * math.pi)) / (2 * math.log(c.rope_theta))
+
+    low, high = max(0, math.floor(dimension(c.yarn_beta_fast))), min(c.rope_dim - 1, math.ceil(dimension(c.yarn_beta_slow)))
+    stretch = ((torch.arange(half, dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    frequency = c.rope_theta ** (-torch.arange(half, dtype=torch.float64) * 2 / c.rope_dim)
+    frequency = frequency * (1 - stretch) + frequency / c.yarn_factor * stretch
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
+    factor = yarn_mscale(c.yarn_factor, c.yarn_mscale) / yarn_mscale(c.yarn_factor, c.yarn_mscale_all)
+    return (torch.cat([angle.cos(), angle.sin()], dim=-1) * factor).float().to(device)
+
+
+class LatentAttention(nn.Module):
+    """Projections of multi-head latent attention.
+
+    q_kv: (H * 192 + 512 + 64, width), the queries' and the latent's projections as one product.
+    k_up (H, 128, 512) and v_up (H, 128, 512): what makes a head's keys and values out of the latent.
+    """
+
+    def __init__(self, config, layer):
+        super().__init__()
+        c = self.config = config
+        self.layer = layer
+        self.q_kv = nn.Parameter(torch.empty(c.num_heads * c.qk_dim + c.latent + c.rope_dim, c.width))
+        self.latent_norm = nn.Parameter(torch.empty(c.latent))
+        self.k_up = nn.Parameter(torch.empty(c.num_heads, c.nope_dim, c.latent))
+        self.v_up = nn.Parameter(torch.empty(c.num_heads, c.v_dim, c.latent))
+        self.out = nn.Parameter(torch.empty(c.width, c.num_heads * c.v_dim))
+
+    def split(self, x):
+        """Views of x @ q_kv.T: q (T, H, 192), not yet rotated, and latent (T, 576), neither normed nor rotated."""
+        c = self.config
+        q, latent = linear(x, self.q_kv).split([c.num_heads * c.qk_dim, c.latent + c.rope_dim], dim=-1)
+        return q.unflatten(-1, (c.num_heads, c.qk_dim)), latent
+
+    def absorb(self, q):
+        """The first 128 columns of q (T, H, 192) against the latent instead of the keys: (T, H, 512)."""
+        return torch.bmm(q[..., : self.config.nope_dim].transpose(0, 1), self.k_up).transpose(0, 1)
+
+    def values(self, out):
+        """Attention over latents (T, H, 512) as values (T, H, 128)."""
+        values = out.new_empty(*out.shape[:2], self.config.v_dim)  # written in place: the next product wants tokens outermost
+        torch.bmm(out.transpose(0, 1), self.v_up.transpose(1, 2), out=values.transpose(0, 1))
+        return values
+
+    def expand(self, latent):
+        """Keys (T, H, 192) and values (T, H, 128) of cached rows (T, 576)."""
+        c = self.config
+        compressed, rope = latent.split([c.latent, c.rope_dim], dim=-1)
+        k = latent.new_empty(len(latent), c.num_heads, c.qk_dim)
+        # A product for each head, so that it lands where the head's key is.
+        torch.bmm(compressed.expand(c.num_heads, -1, -1), self.k_up.transpose(1, 2), out=k[..., : c.nope_dim].transpose(0, 1))
+        k[..., c.nope_dim :] = rope[:, None]
+        return k, linear(compressed, self.v_up.flatten(0, 1)).unflatten(-1, (c.num_heads, c.v_dim))
+
+    def forward(self, x, context):
+        return linear(context.attend_latent(self, x).flatten(1), self.out)
+
+
+class MLP(nn.Module):
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(2 * hidden, width))
+        self.down = nn.Parameter(torch.empty(width, hidden))
+
+    def forward(self, x):
+        return linear(swiglu(linear(x, self.gate_up)), self.down)
+
+
+class MoE(nn.Module):
+    """Experts as two stacks; the last ``num_shared`` are everyone's."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        c = self.config = config
+        self.layer = layer
+        total = c.num_experts + c.num_shared
+        self.router = nn.Parameter(torch.empty(c.num_experts, c.width))
+        self.gate_up = nn.Parameter(torch.empty(total, 2 * c.expert_width, c.width))
+        self.down = nn.Parameter(torch.empty(total, c.width, c.expert_width))
+
+    def forward(self, x, weights, ids):
+        return run_experts(x, ids, weights, self.gate_up, self.down, self.config.num_shared)
+
+
+class Block(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.config = config
+        self.attention_norm = nn.Parameter(torch.empty(config.width))
+        self.attention = LatentAttention(config, layer)
+        self.mlp_norm = nn.Parameter(torch.empty(config.width))
+        self.mlp = MLP(config.width, config.dense_width) if layer < config.num_dense else MoE(config, layer)
+
+    def forward(self, x, residual, context, rows=None):
+        """``residual`` is the stream before ``x`` is added to it: the sum and its norm are one pass. After attention only
+        ``rows`` go on, where they are given.
+        """
+        c = self.config
+        x, residual = context.add_norm(x, residual, self.attention_norm, c.eps)
+        x = self.attention(x, context)
+        if rows is not None:
+            x, residual = x[rows], residual[rows]
+        if isinstance(self.mlp, MLP):
+            x, residual = context.add_norm(x, residual, self.mlp_norm, c.eps)
+            return self.mlp(x), residual
+        x, residual, weights, ids = context.norm_route(self.mlp, x, residual, self.mlp_norm)
+        return self.mlp(x, weights, ids), residual
+
+
+class DeepseekV2(nn.Module):
+    def __init__(self, config=DeepseekV2Config()):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Parameter(torch.empty(config.vocab, config.width))
+        self.blocks = nn.ModuleList(Block(config, n) for n in range(config.num_layers))
+        self.norm = nn.Parameter(torch.empty(config.width))
+        self.head = nn.Parameter(torch.empty(config.vocab, config.width))
+
+    def forward(self, tokens, context, rows=None):
+        """The last hidden states (T, width), normed, of packed tokens (T,); only ``rows`` of them where given, (n,) int64:
+        nobody asks for the others, so the last layer's experts are spared them.
+        """
+        x, residual = self.embedding[tokens], None
+        for block in self.blocks:
+            x, residual = block(x, residual, context, rows if block is self.blocks[-1] else None)
+        return context.add_norm(x, residual, self.norm, self.config.eps)[0]
+
+    def logits(self, hidden):
+        """(rows, vocab) float32 of hidden states (rows, width)."""
+        return linear(hidden, self.head).float()
+
+
+def empty(config, dtype, device):
+    """The model with uninitialised weights on ``device``, and its table of rotary positions."""
+    with torch.device("meta"):
+        model = DeepseekV2(config)
+    model = model.to(dtype).to_empty(device=device).requires_grad_(False).eval()
+    model.register_buffer("cos_sin", yarn_table(config, config.context, device), persistent=False)
+    return model
+
+
+def random(config, seed=0, dtype=torch.bfloat16, device="cpu", std=0.02, progress=None):
+    """Weights from N(0, 0.02), norms of 1: what the benchmark runs, for speed does not depend on what weights say."""
+    model = empty(config, dtype, device)
+    generator = torch.Generator(device).manual_seed(seed)
+    for weight in model.parameters():
+        weight.fill_(1.0) if weight.ndim == 1 else weight.normal_(0.0, std, generator=generator)
+        if progress:
+            progress(weight.numel())
+    return model
+
+
+def load(folder, dtype=torch.bfloat16, device="cpu", progress=None):
+    """The model of a checkpoint folder: ``config.json``, and one safetensors file or shards with an index.
+
+    Raises:
+        FileNotFoundError: a file of the checkpoint is missing. ValueError: a tensor is missing, unknown or misshapen.
+    """
+    from safetensors import safe_open
+
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"deepseek-v2-lite: no config.json in {folder}; want a folder with the public checkpoint")
+    config = DeepseekV2Config.from_json(folder / "config.json")
+    files = checkpoint_files(folder)
+    model = empty(config, dtype, device)
+    targets = dict(model.named_parameters())
+    missing = {name: 0 for name in targets}
+    for file in files:
+        with safe_open(str(file), framework="pt") as tensors:
+            for name in tensors.keys():
+                for target, part, arrange in _places(name, config):
+                    source = arrange(tensors.get_tensor(name))
+                    view = targets[target][part]
+                    if view.shape != source.shape:
+                        raise ValueError(f"deepseek-v2-lite: {name} in {file.name} has shape {tuple(source.shape)}; want {tuple(view.shape)}")
+                    view.copy_(source)
+                    missing[target] += source.numel()
+                    if progress:
+                        progress(source.numel())
+    short = [name for name, count in missing.items() if count != targets[name].numel()]
+    if short:
+        raise ValueError(f"deepseek-v2-lite: {folder} lacks all or part of {', '.join(short[:4])}{' ...' if len(short) > 4 else ''}")
+    return model
+
+
+def checkpoint_files(folder):
+    """The safetensors files of a checkpoint, by its index where it has one.
+
+    Raises:
+        FileNotFoundError: naming the file that is not there.
+    """
+    index = Path(folder) / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        names = ["model.safetensors"]
+    for name in names:
+        if not (Path(folder) / name).is_file():
+            raise FileNotFoundError(f"deepseek-v2-lite: no {name} in {folder}" + ("; its index names it" if index.is_file() else ""))
+    return [Path(folder) / name for name in names]
+
+
+def _places(name, c):
+    """Where a checkpoint's tensor goes: [(parameter, index into it, what is done to the tensor first)]."""
+    whole, same = (), lambda x: x
+    if name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
+        return [({"model.e": "embedding", "model.n": "norm", "lm_head": "head"}[name[:7]], whole, same)]
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
+    if not match:
+        raise ValueError(f"deepseek-v2-lite: the checkpoint holds {name}, which this architecture has no place for")
+    layer, rest = f"blocks.{match[1]}.", match[2]
+    queries, up = c.num_heads * c.qk_dim, (c.num_heads, c.nope_dim + c.v_dim, c.latent)
+
+    # The checkpoint's rotary pairs are neighbours; ours are the two halves. Scores see the same permutation twice.
+    def halves(x):
+        return torch.cat([x[..., 0::2, :], x[..., 1::2, :]], dim=-2)
+
+    def q(x):
+        x = x.unflatten(0, (c.num_heads, c.qk_dim))
+        return torch.cat([x[:, : c.nope_dim], halves(x[:, c.nope_dim :])], dim=1).flatten(0, 1)
+
+    simple = {
+        "input_layernorm": ("attention_norm", whole, same),
+        "post_attention_layernorm": ("mlp_norm", whole, same),
+        "self_attn.q_proj": ("attention.q_kv", slice(0, queries), q),
+        "self_attn.kv_a_proj_with_mqa": ("attention.q_kv", slice(queries, None), lambda x: torch.cat([x[: c.latent], halves(x[c.latent :])])),
+        "self_attn.kv_a_layernorm": ("attention.latent_norm", whole, same),
+        "self_attn.o_proj": ("attention.out", whole, same),
+        "mlp.gate": ("mlp.router", whole, same),
+        "mlp.gate_proj": ("mlp.gate_up", slice(0, c.dense_width), same),
+        "mlp.up_proj": ("mlp.gate_up", slice(c.dense_width, None), same),
+        "mlp.down_proj": ("mlp.down", whole, same),
+    }
+    if rest in simple:
+        target, part, arrange = simple[rest]
+        return [(layer + target, part, arrange)]
+    if rest == "self_attn.kv_b_proj":
+        return [(layer + "attention.k_up", whole, lambda x: x.view(up)[:, : c.nope_dim]),
+                (layer + "attention.v_up", whole, lambda x: x.view(up)[:, c.nope_dim :])]  # fmt: skip
+    hidden = c.expert_width
+    half = {"gate_proj": slice(0, hidden), "up_proj": slice(hidden, None)}
+    if match := re.fullmatch(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj", rest):
+        expert, kind = int(match[1]), match[2] + "_proj"
+        return [(layer + "mlp.down", expert, same)] if kind == "down_proj" else [(layer + "mlp.gate_up", (expert, half[kind]), same)]
+    if match := re.fullmatch(r"mlp\.shared_experts\.(gate|up|down)_proj", rest):
+        places, kind = [], match[1] + "_proj"
+        for n in range(c.num_shared):  # a shared MLP of n * 1408 columns is n experts of 1408
+            part = slice(n * hidden, (n + 1) * hidden)
+            if kind == "down_proj":
+                places.append((layer + "mlp.down", c.num_experts + n, lambda x, part=part: x[:, part]))
+            else:
+                places.append((layer + "mlp.gate_up", (c.num_experts + n, half[kind]), lambda x, part=part: x[part]))
+        return places
+    raise ValueError(f"deepseek-v2-lite: the checkpoint holds {name}, which this architecture has no place for")

@@ -1,0 +1,74 @@
+"""Greedy and temperature sampling; a request's random numbers depend on its seed and position, never on its batch-mates."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ladder.contract import check_integer
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a request is answered.
+
+    max_tokens: most tokens to generate. temperature: 0 is greedy. top_p: sample from the fewest tokens that hold this
+    much probability. seed: of this request. stop: token ids that end the answer (the last token says which).
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple = ()
+
+    def __post_init__(self):
+        check_integer("sampling", "max_tokens", self.max_tokens, 1)
+        check_integer("sampling", "seed", self.seed, 0)
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(f"sampling: temperature is {self.temperature}; want 0 for greedy, or a positive number")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"sampling: top_p is {self.top_p}; want above 0, at most 1")
+
+
+def sample(logits, params, positions):
+    """The next token of each row.
+
+    Args:
+        logits: (B, vocab) float32. params: B ``SamplingParams``. positions: B ints, where the new tokens will stand.
+
+    Returns:
+        (B,) int64 on the device of ``logits``.
+    """
+    greedy = logits.argmax(dim=-1)
+    if all(p.temperature == 0 for p in params):
+        return greedy
+    column = dict(device=logits.device, dtype=torch.float32)
+    temperature = torch.tensor([p.temperature for p in params], **column)[:, None]
+    scaled = logits / temperature.clamp_min(1e-6)
+    if any(p.top_p < 1 for p in params):
+        top_p = torch.tensor([p.top_p for p in params], **column)[:, None]
+        ordered, index = scaled.softmax(dim=-1).sort(dim=-1, descending=True)
+        outside = ordered.cumsum(dim=-1) - ordered >= top_p  # the mass before a token already suffices
+        scaled = scaled.masked_fill(torch.zeros_like(outside).scatter(1, index, outside), float("-inf"))
+    keys = torch.tensor([_mix(p.seed * 0x9E3779B1 + at) for p, at in zip(params, positions)], device=logits.device)
+    # Gumbel's trick: the largest of score + noise is a sample of the softmax.
+    noise = uniform(keys, logits.shape[1])
+    drawn = (scaled - noise.log().neg().log()).argmax(dim=-1)
+    return torch.where(temperature[:, 0] > 0, drawn, greedy)
+
+
+def uniform(keys, count):
+    """(B, count) float32 in (0, 1) from keys (B,) int64: a hash of (key, column), so any row can be made alone."""
+    x = (keys[:, None] + 0x9E3779B1 * torch.arange(1, count + 1, device=keys.device)) & 0xFFFFFFFF
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):  # Wellons' lowbias32; products stay below 2^63
+        x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
+    x = x ^ (x >> 15)
+    return ((x >> 8).float() + 0.5) / (1 << 24)
+
+
+def _mix(x):
+    """32 well-mixed bits of an integer, on the host."""
+    x &= 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (x ^ (x >> 31)) & 0xFFFFFFFF

@@ -1,0 +1,465 @@
+"""Step 08 as an attention backend of Hugging Face transformers.
+
+    from ladder.integrations.transformers import register
+    register()
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="dflash2")    # or "dflash1": step 07
+
+transformers takes every name with "flash" in it for a FlashAttention package or a kernel of its hub, and for gpt-oss puts
+another in its place. So the backends are registered as "step08" and "step07", which work too and are what the model's
+configuration then says, and ``register`` teaches ``PreTrainedModel`` that "dflash2" and "dflash1" mean these.
+
+Causal and sliding-window layers build no (query, key) mask. What reaches a layer instead is a few integers: none (the
+kernel's own causal mask says all), how many keys of a static cache are filled, where each left-padded sequence starts, or
+which tokens of a batch are real. A padded prefill is packed and runs as a ragged batch; a left-padded decode reads the
+cache where it lies, from each sequence's start. Windows, softcaps (Gemma 2), learned sinks (gpt-oss), grouped heads and
+unequal head sizes (DeepSeek-V2) are the kernels' own. Padded queries get 0.
+
+Fallback rule: what the kernels do not compute runs in PyTorch, through ``scaled_dot_product_attention`` where there is
+neither softcap nor sink, and warns once for each reason:
+
+- gradients (call the model under ``torch.inference_mode()``), dropout, head sizes above 256, float64;
+- any mask that is not causal, sliding or padding: 4-D masks given by the caller, packed ``position_ids``, bidirectional
+  image blocks, chunked attention (Llama 4) once the context is longer than a chunk, two-sided windows, and holes in the
+  padding under a sliding window, because transformers counts the window over the holes;
+- dflash1: windows shorter than the context, softcaps and sinks.
+
+``register(fallback=False)`` raises ``NotImplementedError`` with the reason instead. Continuous batching, whose cache the
+backend would have to write itself, always raises.
+"""
+
+import functools
+import math
+import warnings
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from ladder.contract import FLOATS
+
+MAX_HEAD_DIM = 256
+MAX_DECODE_TOKENS = 16
+SPLIT_KEYS = 1024  # from so many keys on, a few new tokens are worth a kernel that splits the keys
+
+
+NAMES = {"dflash2": "step08", "dflash1": "step07"}
+
+
+def register(*, fallback=True):
+    """Make ``attn_implementation="dflash2"`` and ``"dflash1"`` ("step08" and "step07") known to transformers.
+
+    Args:
+        fallback: run what the kernels do not compute in PyTorch, with a warning. False: NotImplementedError.
+
+    Returns:
+        The names that can be used. Calling it again replaces them.
+
+    Raises:
+        ImportError: transformers is missing or older than 4.57.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    except ImportError as error:
+        raise ImportError("ladder.integrations.transformers: needs transformers >= 4.57 (pip install transformers)") from error
+    for backend, name in NAMES.items():
+        AttentionInterface.register(name, functools.partial(attention_forward, backend=backend, fallback=fallback))
+        AttentionMaskInterface.register(name, key_mask)
+    checked = PreTrainedModel._check_and_adjust_attn_implementation
+    if not hasattr(checked, "_dflash"):
+
+        @functools.wraps(checked)
+        def check(self, attn_implementation, *args, **kwargs):
+            name = NAMES.get(attn_implementation) if isinstance(attn_implementation, str) else None
+            return checked(self, name or attn_implementation, *args, **kwargs)
+
+        check._dflash = True
+        PreTrainedModel._check_and_adjust_attn_implementation = check
+    return *NAMES, *NAMES.values()
+
+
+def attention_forward(
+    module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, softcap=None, is_causal=None,
+    s_aux=None, *, backend="dflash2", fallback=True, **kwargs,
+):  # fmt: skip
+    """One layer's attention, as transformers calls it.
+
+    Args:
+        query: (B, Hq, Sq, D). key: (B, Hkv, Sk, D). value: (B, Hkv, Sk, Dv). Any strides.
+        attention_mask: what ``key_mask`` made, None, or a caller's (B, 1, Sq, Sk) mask.
+        s_aux: (Hq,) sink logits. softcap: None or 0 is off. sliding_window: keys that a query sees, itself included.
+        is_causal: None asks the module; a module that does not say is causal.
+
+    Returns:
+        (B, Sq, Hq, Dv), and None for the weights, which are never in memory.
+    """
+    for name in ("block_table", "read_index"):
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(f"{backend}: continuous batching ({name}); want generate() or attn_implementation='sdpa'")
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    seqlen_q, seqlen_k = query.shape[2], key.shape[2]
+    mask_window, attention_mask = _decode_mask(attention_mask, query, seqlen_k)
+    if mask_window and sliding_window and mask_window != sliding_window:
+        raise ValueError(f"{backend}: sliding_window is {sliding_window}, the mask was made for {mask_window}; want one window")
+    window = mask_window or sliding_window or None
+    if window is not None and window >= seqlen_k:
+        window = None
+    softcap = float(softcap or 0.0)
+
+    reason = _not_computed(backend, query, key, value, attention_mask, dropout, window, causal, softcap, s_aux, kwargs)
+    if reason is not None:
+        message = f"{backend}: {reason}"
+        if not fallback:
+            raise NotImplementedError(f"{message}; register(fallback=True) would run it in PyTorch")
+        warnings.warn(f"{message}: this layer runs in PyTorch", stacklevel=2)
+        bias = kwargs.get("position_bias")
+        visible = _visible(attention_mask, query, seqlen_k, causal, window)
+        out = _in_pytorch(query, key, value, visible, bias, scaling, softcap, s_aux, dropout)
+        return out.transpose(1, 2).contiguous(), None
+
+    options = dict(scale=scaling)
+    if backend == "dflash2":
+        options |= dict(windows=None if window is None else _sliding(window), softcap=softcap, sinks=s_aux)
+    entries = _entries(backend)
+    starts = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if starts[0] is not None and starts[1] is not None:  # sequences that a data collator has packed into one
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        out = entries.varlen(q, k, v, *(x.to(torch.int32) for x in starts), causal=causal, **options)
+        return out.unflatten(0, (-1, seqlen_q)), None
+    pages = None
+    if attention_mask is not None and attention_mask.shape[3] == 1:
+        pages = _pages_of_rows(key, value, attention_mask)
+    elif causal and seqlen_q <= MAX_DECODE_TOKENS and (seqlen_k >= SPLIT_KEYS if attention_mask is None else attention_mask.shape[3] == 2):
+        pages = _pages_of_tokens(key, value, attention_mask)
+    if pages is not None:
+        return _cached(entries, query, *pages, options), None
+    if attention_mask is not None:
+        return _packed(entries, query, key, value, attention_mask, causal, options), None
+    return entries.dense(query, key, value, causal=causal and seqlen_q > 1, **options).transpose(1, 2), None
+
+
+# Masks: how a model's mask travels to its layers.
+#
+# transformers hands on whatever a mask function returns, but in generate() with a static cache the masks of a step are made
+# early and come by a second time, and only 4-D tensors pass there untouched. So a mask of this backend is an int32 tensor
+# (B, 1, 1 + window, n): window is the sliding window, 0 for none, in a dimension of stride 0; n says what it holds:
+#   0            nothing but the window
+#   1            how many keys are filled; the queries are the newest of them
+#   2            the same, and where each sequence starts: padding on the left
+#   1 + Sk + Sq  the same, then a 1 for each real key, then for each real query
+
+
+def key_mask(
+    batch_size, kv_length, q_length=None, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None, local_size=None,
+    cache_position=None, **kwargs,
+):  # fmt: skip
+    """What transformers calls in place of making a (B, 1, Sq, Sk) mask: the smallest tensor that says the same, or None.
+
+    Args:
+        batch_size, q_length, kv_length: shape of the attention. q_offset, kv_offset: positions of its first query and key, as
+            numbers or, with a static cache, tensors. cache_position: (Sq,) positions of the queries, before transformers 5.
+        mask_function: transformers' predicate; anything but causal, sliding and bidirectional becomes the full mask.
+        attention_mask: (B, tokens so far) bool, the padding, or None.
+        local_size: the sliding window, or the chunk.
+    """
+    full = functools.partial(
+        _full_mask, batch_size=batch_size, kv_length=kv_length, q_length=q_length, q_offset=q_offset, kv_offset=kv_offset,
+        mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, cache_position=cache_position, **kwargs,
+    )  # fmt: skip
+    tracing = torch.compiler.is_compiling()
+    if cache_position is not None:
+        q_length = cache_position.shape[0]
+        q_offset = cache_position[0] if tracing else int(cache_position[0])
+    pattern = _pattern(mask_function)
+    if pattern == "chunked" and _known(kv_offset) and kv_offset + kv_length <= local_size:
+        pattern = "causal"  # no chunk ends yet
+    if pattern not in ("causal", "sliding", "bidirectional"):
+        return full()
+    causal = pattern != "bidirectional"
+    window = local_size if pattern == "sliding" and local_size < kv_length else 0
+    filled = q_offset + q_length - kv_offset if causal else kv_length
+
+    device = attention_mask.device if attention_mask is not None else kwargs.get("device") or "cpu"
+    ends = torch.as_tensor(filled, device=device).to(torch.int32).expand(batch_size, 1)
+    entries = ends[:, :0] if _known(filled) and filled == kv_length else ends
+    if attention_mask is not None:
+        if tracing and window:  # whether there are holes cannot be asked
+            return full()
+        keys, queries, starts, facts = _padding(attention_mask, causal, q_length, kv_length, q_offset, kv_offset, ends)
+        everything, left, holes = (False, False, False) if tracing else torch.stack(facts).tolist()
+        if holes and window:
+            return full()
+        if left and causal and not everything:
+            entries = torch.cat((ends, starts), dim=1)
+        elif not everything:
+            entries = torch.cat((ends, keys, queries), dim=1)
+    if not window and not entries.shape[1]:
+        return None
+    return entries[:, None, None].expand(-1, -1, 1 + window, -1)
+
+
+def _known(number):
+    return not isinstance(number, torch.Tensor)
+
+
+def _padding(attention_mask, causal, q_length, kv_length, q_offset, kv_offset, ends):
+    """Real keys (B, Sk) and queries (B, Sq), starts (B, 1), all int32; and whether all filled keys are real, whether those
+    of each sequence are the newest, whether some lie apart.
+    """
+    attention_mask = attention_mask.bool()
+    slots = torch.arange(kv_length, device=ends.device)
+    live = slots < ends
+    keys = _columns(attention_mask, slots + kv_offset) & live
+    queries = torch.ones(len(keys), q_length, dtype=torch.bool, device=ends.device)
+    if causal:
+        queries = _columns(attention_mask, torch.arange(q_length, device=ends.device) + q_offset)
+    starts = ends - keys.sum(1, keepdim=True)
+    rises = keys.clone()
+    rises[:, 1:] &= ~keys[:, :-1]
+    facts = (keys | ~live).all(), (keys == (live & (slots >= starts))).all(), (rises.sum(1) > 1).any()
+    return *(x.to(torch.int32) for x in (keys, queries, starts)), facts
+
+
+def _columns(mask, index):
+    """mask[:, index], False beyond the end."""
+    inside = index < mask.shape[1]
+    return mask[:, index.clamp(max=mask.shape[1] - 1)] & inside
+
+
+def _pattern(mask_function):
+    """The name of a mask that transformers composed, None for any other."""
+    names = set()
+    todo = [mask_function]
+    while todo:
+        function = todo.pop()
+        name = getattr(function, "__qualname__", None)
+        if getattr(function, "__module__", None) != "transformers.masking_utils" or name is None:
+            return None
+        if name == "and_masks.<locals>.and_mask":
+            todo.extend(dict(zip(function.__code__.co_freevars, function.__closure__))["mask_functions"].cell_contents)
+        else:
+            names.add(name.removesuffix(".<locals>.inner_mask"))
+    return {
+        frozenset({"causal_mask_function"}): "causal",
+        frozenset({"causal_mask_function", "sliding_window_overlay"}): "sliding",
+        frozenset({"causal_mask_function", "chunked_overlay"}): "chunked",
+        frozenset({"bidirectional_mask_function"}): "bidirectional",
+    }.get(frozenset(names))
+
+
+def _full_mask(**arguments):
+    """transformers' own (B, 1, Sq, Sk) boolean mask, never skipped: None would mean something else here."""
+    from transformers.masking_utils import sdpa_mask
+
+    arguments |= dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    dropped = ("q_length", "q_offset") if arguments["cache_position"] is not None else ("cache_position",)
+    return sdpa_mask(**{name: value for name, value in arguments.items() if name not in dropped})
+
+
+def _decode_mask(mask, query, seqlen_k):
+    """(window, mask) of what came as attention_mask; a caller's own mask comes back as it is."""
+    if mask is None:
+        return 0, None
+    if mask.ndim != 4:
+        raise ValueError(
+            f"attention_mask of a layer is {tuple(mask.shape)}; want what ladder.integrations.transformers.key_mask made, "
+            "or (B, 1, Sq, Sk)"
+        )
+    if mask.dtype != torch.int32:
+        return 0, mask
+    window, entries = mask.shape[2] - 1, mask.shape[3]
+    if entries not in (0, 1, 2, 1 + seqlen_k + query.shape[2]):
+        raise ValueError(
+            f"attention_mask was made for {entries - 1} keys and queries; the layer has {seqlen_k} and {query.shape[2]}"
+        )
+    return window, mask if entries else None
+
+
+def _real(mask, seqlen_q, seqlen_k):
+    """Real keys (B, Sk) and queries (B, Sq), bool, of any mask with entries."""
+    entries = mask[:, 0, 0]
+    if entries.shape[1] > 2:
+        return entries[:, 1 : 1 + seqlen_k] != 0, entries[:, 1 + seqlen_k :] != 0
+    ends, starts = entries[:, :1], entries[:, 1:] if entries.shape[1] == 2 else 0
+    keys = torch.arange(seqlen_k, device=mask.device)
+    queries = torch.arange(seqlen_q, device=mask.device) + ends - seqlen_q
+    return (keys >= starts) & (keys < ends), queries >= starts
+
+
+def _visible(mask, query, seqlen_k, causal, window):
+    """The full mask of ``mask``: bool, or a caller's float to add, (B or 1, 1, Sq, Sk)."""
+    if mask is not None and mask.dtype != torch.int32:
+        return mask
+    seqlen_q, key = query.shape[2], torch.arange(seqlen_k, device=query.device)
+    end = seqlen_k if mask is None else mask[:, :, :1, :1]
+    position = end - seqlen_q + torch.arange(seqlen_q, device=query.device)[:, None]
+    visible = torch.ones(1, 1, seqlen_q, seqlen_k, dtype=torch.bool, device=query.device)
+    if causal:
+        visible = visible & (key <= position)
+    if window is not None:
+        visible = visible & (key > position - window)
+    return visible if mask is None else visible & _real(mask, seqlen_q, seqlen_k)[0][:, None, None]
+
+
+# Computing
+
+
+def _not_computed(backend, query, key, value, mask, dropout, window, causal, softcap, sinks, kwargs):
+    """Why the kernels do not compute this, or None."""
+    tensors = [x for x in (query, key, value, sinks) if x is not None]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return "gradients are recorded, and the kernels are forward only (use torch.inference_mode())"
+    if dropout:
+        return f"dropout is {dropout}"
+    if mask is not None and mask.dtype != torch.int32:
+        return "the mask is neither causal, nor a sliding window, nor padding"
+    if kwargs.get("position_bias") is not None:
+        return "position_bias is given"
+    if window is not None and not causal:
+        return f"a window of {window} without a causal mask"
+    if max(query.shape[3], value.shape[3]) > MAX_HEAD_DIM:
+        return f"head size {max(query.shape[3], value.shape[3])} is above {MAX_HEAD_DIM}"
+    if query.dtype not in FLOATS:
+        return f"dtype {query.dtype}"
+    if backend == "dflash1":
+        for what, given in (("a sliding window", window), ("a softcap", softcap), ("attention sinks", sinks is not None)):
+            if given:
+                return f"{what}, which dflash2 has"
+    return None
+
+
+class _Step08:
+    def __init__(self):
+        from ladder.step08_dflash2 import (
+            dflash2_attention,
+            dflash2_decode,
+            dflash2_paged_prefill,
+            dflash2_varlen,
+        )
+
+        self.dense, self.varlen = dflash2_attention, dflash2_varlen
+        self.paged_prefill, self.decode = dflash2_paged_prefill, dflash2_decode
+
+
+class _Step07:
+    def __init__(self):
+        from ladder.step07_dflash1 import attention, attention_varlen, paged_decode, paged_prefill
+
+        self.dense, self.varlen, self.paged_prefill, self.decode = attention, attention_varlen, paged_prefill, paged_decode
+
+
+@functools.cache
+def _entries(backend):
+    """The functions of a step, imported when a layer first needs them."""
+    return _Step08() if backend == "dflash2" else _Step07()
+
+
+@functools.lru_cache(maxsize=64)
+def _sliding(window):
+    """One object per window, so that its table on the device is made once."""
+    from ladder.step08_dflash2 import RangeWindows
+
+    return RangeWindows.sliding(window)
+
+
+def _cached(entries, query, k_cache, v_cache, table, lengths, options):
+    """The newest tokens of every sequence over a cache (pages, page_size, Hkv, D); lengths (B,) stay on the device."""
+    batch, _, seqlen_q, _ = query.shape
+    query = query.transpose(1, 2)
+    if seqlen_q <= MAX_DECODE_TOKENS:
+        return entries.decode(query, k_cache, v_cache, table, lengths, **options)
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * seqlen_q
+    out = entries.paged_prefill(query.flatten(0, 1), k_cache, v_cache, table, lengths, starts, **options)
+    return out.unflatten(0, (batch, seqlen_q))
+
+
+def _pages_of_rows(key, value, mask):
+    """(k_cache, v_cache, table, lengths) of a static cache: one page for each sequence, as long as the cache."""
+    table = torch.arange(key.shape[0], dtype=torch.int32, device=key.device)[:, None]
+    return key.transpose(1, 2), value.transpose(1, 2), table, mask[:, 0, 0, 0].contiguous()
+
+
+def _pages_of_tokens(key, value, mask):
+    """(k_cache, v_cache, table, lengths) that read key and value (B, Hkv, Sk, D) as pages of one token, without a copy.
+
+    A dynamic cache is one token longer each step; pages as long as the cache would compile a kernel for each length. Pages
+    of a token also let a left-padded sequence start where it starts. None when the sequences do not lie a whole number of
+    tokens apart, the same in both.
+    """
+    batch, _, seqlen_k, _ = key.shape
+    steps = {seqlen_k}
+    if batch > 1:
+        steps = {x.stride(0) // x.stride(2) if x.stride(2) and x.stride(0) % x.stride(2) == 0 else None for x in (key, value)}
+    if len(steps) != 1 or None in steps:
+        return None
+    step = steps.pop()
+    num_pages = (batch - 1) * step + seqlen_k
+    if step < 0 or num_pages >= 1 << 31:
+        return None
+    caches = (
+        x.as_strided((num_pages, 1, x.shape[1], x.shape[3]), (x.stride(2), x.stride(2), x.stride(1), x.stride(3)))
+        for x in (key, value)
+    )
+    token = torch.arange(seqlen_k, dtype=torch.int32, device=key.device)
+    table = torch.arange(batch, dtype=torch.int32, device=key.device)[:, None] * step + token
+    if mask is None:
+        return *caches, table, torch.full((batch,), seqlen_k, dtype=torch.int32, device=key.device)
+    ends, starts = mask[:, 0, 0, :1], mask[:, 0, 0, 1:]
+    return *caches, table + starts, (ends - starts)[:, 0].contiguous()  # entries past the end are not followed
+
+
+def _packed(entries, query, key, value, mask, causal, options):
+    """A padded batch as a ragged one: real tokens packed, the result put back, 0 at padded queries."""
+    seqlen_q, seqlen_k = query.shape[2], key.shape[2]
+    compiling = torch.compiler.is_compiling()
+    packing = None if compiling else getattr(mask, "_dflash_packing", None)
+    if packing is None:
+        keys, queries = _real(mask, seqlen_q, seqlen_k)
+        packing = *_rows(queries), *_rows(keys)
+        if not compiling:
+            mask._dflash_packing = packing  # for all layers with this mask
+    rows_q, starts_q, rows_k, starts_k = packing
+    q, k, v = (
+        x.transpose(1, 2).flatten(0, 1).index_select(0, rows) for x, rows in ((query, rows_q), (key, rows_k), (value, rows_k))
+    )
+    out = entries.varlen(q, k, v, starts_q, starts_k, causal=causal, **options)
+    if compiling:  # rows behind the last sequence are there, and nobody's
+        out = out.masked_fill((torch.arange(len(rows_q), device=out.device) >= starts_q[-1])[:, None, None], 0)
+    padded = out.new_zeros(query.shape[0] * seqlen_q, *out.shape[1:]).index_copy(0, rows_q, out)
+    return padded.unflatten(0, (-1, seqlen_q))
+
+
+def _rows(real):
+    """(indices of the real tokens of (B, S) in order, where each sequence starts among them (B + 1,) int32).
+
+    While compiling all indices, the real ones first, because how many they are would have to be asked.
+    """
+    starts = torch.zeros(real.shape[0] + 1, dtype=torch.int32, device=real.device)
+    starts[1:] = real.sum(1).cumsum(0)
+    rows = torch.argsort((~real).flatten().to(torch.uint8), stable=True)
+    return rows if torch.compiler.is_compiling() else rows[: int(starts[-1])], starts
+
+
+def _in_pytorch(query, key, value, visible, bias, scale, softcap, sinks, dropout):
+    """Attention with any mask, differentiable: (B, Hq, Sq, Dv). visible: bool, or float to add."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (key, value))
+    if bias is not None:
+        hidden = torch.zeros((), dtype=query.dtype, device=query.device)
+        if visible is not None:
+            hidden = visible if visible.dtype != torch.bool else hidden.expand(visible.shape).masked_fill(~visible, -math.inf)
+        visible = bias + hidden
+    if not softcap and sinks is None:
+        if visible is not None and visible.dtype != torch.bool:
+            visible = visible.to(query.dtype)
+        return scaled_dot_product_attention(query, key, value, attn_mask=visible, dropout_p=dropout, scale=scale)
+    scores = query.float() @ key.float().transpose(2, 3) * (query.shape[3] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -math.inf) if visible.dtype == torch.bool else scores + visible
+    nothing = (scores == -math.inf).all(-1, keepdim=True) if sinks is None else None
+    if sinks is not None:
+        sinks = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
+    return torch.nn.functional.dropout(weights.to(query.dtype), dropout) @ value

@@ -1,0 +1,306 @@
+"""Launching the Hopper kernel: what it can take, its tiles, and the order of its work. Needs CUDA of capability 9.0."""
+
+import functools
+
+import torch
+
+from ladder.step05_fused.attention import LOG2_E
+
+L2_BYTES = 32 << 20  # of the 50 MB: K and V of the heads that run side by side
+WIDTHS = ((64, (64, 0)), (96, (64, 32)), (128, (128, 0)), (192, (128, 64)), (256, (256, 0)))  # as tiles: powers of two
+MAX_SPLITS = 32
+SHORT = 2048  # queries
+
+
+@functools.cache
+def config_for(width, width_v, short=False):
+    """Tuned tiles for head sizes ``width`` and ``width_v`` (of WIDTHS): see TUNING.md.
+
+    short: no sequence is longer than SHORT, where tiles of 192 rows leave too much of the last one empty.
+    """
+    if max(width, width_v) <= 64 and not short:  # exponentials bind: three groups take turns
+        return dict(N=128, STAGES=4, WG=3, O_IN_Q=False, CONSUMER_REGS=160, PRODUCER_REGS=32)
+    if max(width, width_v) <= 64:
+        return dict(N=128, STAGES=4, WG=2, O_IN_Q=False, CONSUMER_REGS=240, PRODUCER_REGS=24)
+    if max(width, width_v) <= 128:
+        stages = 2 if max(width, width_v) > 96 else 3
+        return dict(N=128, STAGES=stages, WG=2, O_IN_Q=False, CONSUMER_REGS=240, PRODUCER_REGS=24)
+    if width <= 192 and width_v <= 128:
+        return dict(N=128, STAGES=2, WG=2, O_IN_Q=True, CONSUMER_REGS=240, PRODUCER_REGS=24)
+    return dict(N=64, STAGES=2, WG=2, O_IN_Q=True, CONSUMER_REGS=240, PRODUCER_REGS=24)
+
+
+def width_of(head_dim):
+    """The head size that the kernel computes for ``head_dim``, and its two parts; columns beyond are zeros."""
+    return next((width, parts) for width, parts in WIDTHS if head_dim <= width)
+
+
+def supports_prefill(q, k, v, *, paged=False, scale=None, causal=False, right=None, windows=None, softcap=0.0, sinks=None):
+    """None when the Hopper kernel takes this call, else the reason in words why it does not.
+
+    Masks, softcap and sinks are all taken; what the copy engine cannot address is not.
+    """
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype {str(q.dtype).removeprefix('torch.')}: the tensor cores of this kernel take bfloat16 and float16"
+    if max(q.shape[-1], v.shape[-1]) > 256:
+        return f"head size {max(q.shape[-1], v.shape[-1])} is above 256"
+    if v.shape[-1] > width_of(q.shape[-1])[0]:
+        return f"the values are wider than the keys ({v.shape[-1]} against {q.shape[-1]})"
+    if scale is not None and abs(scale) < 1e-37:
+        return "a scale of zero"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.stride(-1) != 1 or x.data_ptr() % 16 or any(s % 8 or s <= 0 for s in x.stride()[:-1]):
+            return f"{name} has strides {x.stride()}; the copy engine wants rows of neighbours and strides of 16 bytes"
+        if 0 in x.shape:
+            return f"{name} is empty"
+    if paged:
+        page_size = k.shape[1]
+        if page_size < 16 or page_size & (page_size - 1):
+            return f"page_size {page_size} is no power of two of at least 16"
+    return None
+
+
+@functools.cache
+def _layout(rank, columns):
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=rank)
+
+
+def _describe(x, rows, columns):
+    """A TMA descriptor of boxes of (rows, columns) of a (batch, heads, tokens, D) view that ``supports_prefill``."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    descriptor = object.__new__(TensorDescriptor)  # its own checks repeat ours and cost more than the launch
+    descriptor.__dict__.update(
+        base=x, shape=list(x.shape), strides=list(x.stride()), block_shape=[1, 1, rows, columns], layout=_layout(4, columns), padding="zero"
+    )
+    return descriptor
+
+
+def _describe_parts(x, rows, columns, more):
+    """Descriptors of the first ``columns`` of a head and of the ``more`` behind them."""
+    first = _describe(x, rows, columns)
+    return first, _describe(x, rows, more) if more else first
+
+
+@functools.cache
+def _processors(device):
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_counters = {}
+
+
+def _counter(device):
+    """The ticket counter of this stream: zero between launches. A graph being captured gets one of its own."""
+    stream = torch.cuda.current_stream(device).cuda_stream
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    if (device, stream) not in _counters:
+        _counters[device, stream] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _counters[device, stream]
+
+
+def choose_splits(tiles, seqlen_k, block_n, processors):
+    """How often to split the keys: the fewest that fill 85 % of the last wave, each of at least four tiles of keys."""
+    most = min(MAX_SPLITS, max(1, seqlen_k // (4 * block_n)))
+    if tiles >= 0.8 * processors or most == 1:
+        return 1
+    def filled(splits):
+        return tiles * splits / (processors * -(-tiles * splits // processors))
+    best = max(map(filled, range(1, most + 1)))
+    return next(s for s in range(1, most + 1) if filled(s) >= 0.85 * best)
+
+
+def fit_section(heads, most):
+    """At most ``most`` heads side by side, and no small rest: its longest tiles would be alone at the end."""
+    most = min(most, heads)
+    divisor = next(d for d in range(most, 0, -1) if heads % d == 0)
+    return divisor if 2 * divisor >= most else most
+
+
+def launch_prefill(
+    q, k, v, out, lse, *, cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, seq_lens=None, max_seqlen_q=None,
+    causal=False, right=None, scale, windows=None, softcap=0.0, sinks=None, num_splits=None, config=None,
+):  # fmt: skip
+    """Run the kernel on checked arguments that ``supports_prefill``; fills ``out`` and, unless None, ``lse``.
+
+    q, out: (B, H, S, D), or packed (total, H, D) with ``cu_seqlens_q``. k, v: likewise, or pages (num_pages, page_size,
+    H, D) with ``block_table`` and ``seq_lens``. right: keys after its own position that a query sees; None is 0 under
+    ``causal`` and all without.
+    """
+    from triton.experimental.gluon import language as gl
+
+    from .hopper_kernel import dflash2_prefill_hopper
+
+    ragged, page_size = cu_seqlens_q is not None, 0
+    right = 0 if causal else right
+    if ragged:
+        q4, out4 = q.transpose(0, 1)[None], out.transpose(0, 1)[None]
+        if block_table is not None:
+            page_size = k.shape[1]
+            k4, v4, seqlen_k = k.transpose(1, 2), v.transpose(1, 2), block_table.shape[1] * k.shape[1]
+        else:
+            k4, v4, seqlen_k = k.transpose(0, 1)[None], v.transpose(0, 1)[None], k.shape[0]
+        num_seqs = cu_seqlens_q.numel() - 1
+    else:
+        q4, k4, v4, out4, num_seqs, seqlen_k = q, k, v, out, q.shape[0], k.shape[2]
+    (_, num_heads, seqlen_q, head_dim), head_dim_v, num_kv_heads = q4.shape, v4.shape[3], k4.shape[1]
+    (width, (d1, d2)), (width_v, (v1, v2)) = width_of(head_dim), width_of(head_dim_v)
+    longest = (max_seqlen_q or seqlen_q) if ragged else seqlen_q
+    # Turns pay where exponentials are many or every tile is whole; under the diagonal the groups drift apart by themselves.
+    turns = right is None or width < 128
+    chosen = {"DYNAMIC": True, "TURNS": turns, "K_AHEAD": True, **config_for(width, width_v, longest <= SHORT), **(config or {})}
+    section, block_n, block_m = chosen.pop("section", None), chosen["N"], 64 * chosen["WG"]
+    num_m = seqlen_q // block_m + num_seqs if ragged else -(-seqlen_q // block_m)
+    tiles = num_m * num_heads * (1 if ragged else num_seqs)
+    processors = _processors(q.device)
+    if num_splits is None:
+        keys = seqlen_k if block_table is not None or not ragged else seqlen_k // max(1, num_seqs)
+        num_splits = choose_splits(tiles, keys, block_n, processors)
+    group = num_heads // num_kv_heads
+    if section is None:
+        section = group * max(1, L2_BYTES // (2 * seqlen_k * (head_dim + head_dim_v)))
+        if right is not None:  # fewer leave the end of a section to a few long tiles
+            section = max(8, section)
+    section = fit_section(num_heads * num_seqs, section)
+    table = None if windows is None else windows.table(q.device)
+    work = tiles * num_splits
+    grid = min(work, chosen.pop("grid", 0) or processors)
+    target, target_lse, strides_o = out, lse, (out4.stride(2), out4.stride(1))
+    if num_splits > 1:
+        rows = (num_heads * seqlen_q) * (1 if ragged else num_seqs)
+        target = torch.empty(num_splits, rows, head_dim_v, dtype=torch.float32, device=q.device)
+        target_lse = torch.empty(num_splits, rows, dtype=torch.float32, device=q.device)
+        strides_o = (head_dim_v, seqlen_q * head_dim_v)
+    key_rows = min(page_size, block_n) if page_size else block_n
+    positive = abs(scale)
+    with torch.cuda.device(q.device):
+        counter = _counter(q.device) if chosen["DYNAMIC"] else None
+        dflash2_prefill_hopper[(grid,)](
+            *_describe_parts(q4, 64, d1, d2), *_describe_parts(k4, key_rows, d1, d2),
+            *_describe_parts(v4, key_rows, v1, v2), *_describe_parts(out4, 64, v1, v2),
+            target, target_lse, sinks, cu_seqlens_q, cu_seqlens_k, seq_lens, block_table, table, counter,
+            *strides_o, seqlen_q, 0 if block_table is None else block_table.stride(0),
+            seqlen_q, seqlen_k, num_heads, group, num_seqs, num_m, section, num_splits, work, right or 0,
+            2 * LOG2_E * positive / softcap if softcap else positive * LOG2_E, softcap * LOG2_E,
+            D1=d1, D2=d2, V1=v1, V2=v2, HEAD_V=head_dim_v, HAS_RIGHT=right is not None, RAGGED=ragged, PAGE=page_size,
+            NUM_RANGES=0 if windows is None else len(windows), CAP=softcap > 0, NEGATIVE=scale < 0,
+            HAS_SINKS=sinks is not None, HAS_LSE=target_lse is not None, SPLIT=num_splits > 1,
+            DT=gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16, num_warps=4, **chosen,
+        )  # fmt: skip
+        if num_splits > 1:
+            merge_splits(target, target_lse, out4, lse, sinks)
+
+
+def merge_splits(part_out, part_lse, out, lse, sinks):
+    """out = sum_s e^(lse_s - lse) out_s over (splits, B*H*S, Dv) float32 partials; ``out`` is a (B, H, S, Dv) view."""
+    from .merge_kernel import dflash2_merge_splits
+
+    splits, rows, head_dim_v = part_out.shape
+    block = max(1, 2048 // (1 << (head_dim_v - 1).bit_length()))
+    dflash2_merge_splits[(-(-rows // block),)](
+        part_out, part_lse, out, lse, sinks, *out.stride(), rows, out.shape[1], out.shape[2], splits,
+        HEAD_V=head_dim_v, BLOCK_V=1 << (head_dim_v - 1).bit_length(), BLOCK=block, HAS_SINKS=sinks is not None, HAS_LSE=lse is not None,
+    )  # fmt: skip
+
+
+MLA_TILE = 64  # rows, and keys
+MLA_MIN_TILES = 4  # fewer keys are read faster than their partial result is merged
+
+
+def supports_mla(q, latent_cache, out, *, scale, windows=None, softcap=0.0, schedule=None):
+    """None when the Hopper MLA kernel takes this call of q (B, q_len, H, 576), else the reason in words why it does not."""
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype {str(q.dtype).removeprefix('torch.')}: the tensor cores of this kernel take bfloat16 and float16"
+    if q.shape[3] != 576 or out.shape[3] != 512:
+        return f"head sizes {q.shape[3]}/{out.shape[3]}: it is built for 576/512"
+    if windows is not None or softcap > 0 or schedule is not None:
+        return "range windows, softcap and a schedule go with the portable kernel"
+    if abs(scale) < 1e-37:
+        return "a scale of zero"
+    page_size = latent_cache.shape[1]
+    if page_size < 16 or page_size & (page_size - 1):
+        return f"page_size {page_size} is no power of two of at least 16"
+    if q.shape[1] > 1 and q.stride(1) != q.shape[2] * q.stride(2):
+        return "the heads of two tokens do not follow one another"
+    if out.stride(3) != 1:
+        return f"out has strides {out.stride()}; its rows must lie together"
+    for name, x in (("q", q), ("latent_cache", latent_cache)):
+        if x.stride(-1) != 1 or x.data_ptr() % 16 or any(s % 8 or s <= 0 for s in x.stride()[:-1]):
+            return f"{name} has strides {x.stride()}; the copy engine wants rows of neighbours and strides of 16 bytes"
+        if 0 in x.shape:
+            return f"{name} is empty"
+    return None
+
+
+def _describe_rows(x, rows, columns):
+    """A TMA descriptor of boxes of (rows, columns) of a (batch, rows, D) view."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.__dict__.update(
+        base=x, shape=list(x.shape), strides=list(x.stride()), block_shape=[1, rows, columns], layout=_layout(3, 64), padding="zero"
+    )
+    return descriptor
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_mla(batch, rows, capacity, processors, num_kv_splits):
+    """(row tiles, found on the device, slots, splits of a sequence when not, target, most): see ``decode_kernel.dflash2_chunk``."""
+    row_tiles = -(-rows // MLA_TILE)
+    target = max(1, processors // row_tiles)
+    most = 2 * target
+    if num_kv_splits is not None:
+        return row_tiles, False, batch * num_kv_splits, num_kv_splits, target, most
+    of_one = max(1, -(-capacity // MLA_TILE) // MLA_MIN_TILES)
+    if of_one == 1 or batch >= 2 * target:
+        return row_tiles, of_one > 1, batch if of_one == 1 else batch + most, 1, target, most
+    return row_tiles, True, min(batch * of_one, most + batch), 1, target, most
+
+
+def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right, sinks, num_kv_splits, workspace):
+    """Run the kernel on checked arguments that ``supports_mla``; fills ``out`` and, unless None, ``lse``.
+
+    workspace: a ``DecodeWorkspace``, or None. right: as in ``launch_prefill``.
+    """
+    from triton.experimental.gluon import language as gl
+
+    from ladder.step07_dflash1.attention import DecodeWorkspace
+
+    from .hopper_mla_kernel import dflash2_mla_hopper
+    from .merge_kernel import dflash2_mla_merge
+
+    batch, q_len, num_heads, head_dim = q.shape
+    page_size, rows, device = latent_cache.shape[1], q_len * num_heads, q.device
+    capacity = block_table.shape[1] * page_size
+    row_tiles, found, slots, num_splits, target, most = plan_mla(batch, rows, capacity, _processors(device), num_kv_splits)
+    part_out = part_lse = out  # not written where no sequence is split
+    split = slots > batch
+    if split:
+        workspace = DecodeWorkspace(device) if workspace is None else workspace
+        if workspace.partials.device != device:
+            raise ValueError(f"step08_dflash2: workspace is on {workspace.partials.device}; want a DecodeWorkspace on {device}")
+        part_rows = row_tiles * slots * MLA_TILE
+        workspace.reserve(part_rows * 513, 0)
+        part_out, part_lse = workspace.partials, workspace.partials[part_rows * 512 :]
+    flat = torch.as_strided(q, (batch, rows, head_dim), (q.stride(0), q.stride(2), 1)) if batch * rows else q
+    key_rows = min(page_size, MLA_TILE)
+    block_b = min(1024, max(128, 1 << (batch - 1).bit_length()))
+    strides, numbers = out.stride()[:3], (capacity, slots, num_splits, target, most, MLA_MIN_TILES)
+    with torch.cuda.device(device):
+        dflash2_mla_hopper[(row_tiles * slots,)](
+            _describe_rows(flat, MLA_TILE, 256), _describe_rows(flat, MLA_TILE, 64),
+            _describe_rows(latent_cache, key_rows, 256), _describe_rows(latent_cache, key_rows, 64),
+            block_table, seq_lens, out, part_out, part_lse, lse, sinks, *strides, block_table.stride(0),
+            batch, num_heads, q_len, *numbers, q_len if right is None else right, abs(scale) * LOG2_E,
+            PAGE=page_size, FOUND=found, BLOCK_B=block_b, NEGATIVE=scale < 0, HAS_SINKS=sinks is not None,
+            HAS_LSE=lse is not None, DT=gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16, num_warps=4,
+        )  # fmt: skip
+        if split:
+            dflash2_mla_merge[(batch * -(-rows // 4), 8)](
+                part_out, part_lse, out, lse, sinks, seq_lens, *strides, batch, num_heads, q_len, *numbers,
+                FOUND=found, BLOCK_B=block_b, TILE=MLA_TILE, PART_ROWS=MLA_TILE, HEAD_V=512, BLOCK_M=4, BLOCK_V=64, BLOCK_S=16,
+                HAS_SINKS=sinks is not None, HAS_LSE=lse is not None, num_warps=4,
+            )  # fmt: skip

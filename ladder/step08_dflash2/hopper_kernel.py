@@ -1,0 +1,781 @@
+"""Device code of step 08 for sm_90, in Gluon: TMA brings tiles, wgmma multiplies them, warps have one job each.
+
+One program owns 64 * WG query rows of one head. A producer warp issues every copy; WG consumer warp groups own 64 rows
+each and take turns: while one fills the tensor cores, another does its exponentials. The slots of K and V go round.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .gluon_compat import async_load, async_store
+
+FREE = gl.constexpr(5)  # first of the hardware barriers that Triton leaves unused; it takes 0 .. 4 for itself
+TURN = gl.constexpr(13)
+NEVER = gl.constexpr(1 << 30)
+
+
+@gluon.jit
+def dflash2_sync(anchor, ids, THREADS: gl.constexpr):
+    """Wait at hardware barrier ``ids`` until THREADS threads have come. ``anchor`` has one element for each thread."""
+    gl.inline_asm_elementwise(f"bar.sync $1, {THREADS}; mov.b32 $0, $1;", "=r,r", [anchor + ids], gl.int32, False, 1)
+
+
+@gluon.jit
+def dflash2_arrive(anchor, ids, THREADS: gl.constexpr):
+    """Come to hardware barrier ``ids`` and go on. An mbarrier would cost the warp group a barrier of its own first."""
+    gl.inline_asm_elementwise(f"bar.arrive $1, {THREADS}; mov.b32 $0, $1;", "=r,r", [anchor + ids], gl.int32, False, 1)
+
+
+@gluon.jit
+def dflash2_pack(p, N: gl.constexpr, DT: gl.constexpr):
+    """(64, N) float32 to pairs of half-precision numbers in int32. Carried through the loop as 16-bit values they would
+    cost two instructions a pair, one element in eight of the loop."""
+    even, odd = gl.split(gl.reshape(p, [64, N // 2, 2]))
+    if DT == gl.bfloat16:
+        return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], gl.int32, True, 1)
+    else:
+        return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], gl.int32, True, 1)
+
+
+@gluon.jit
+def dflash2_unpack(packed, N: gl.constexpr, DT: gl.constexpr, P_LAYOUT: gl.constexpr):
+    low, high = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [packed], (gl.int16, gl.int16), True, 1)
+    p = gl.reshape(gl.join(low, high), [64, N]).to(DT, bitcast=True)
+    return gl.convert_layout(p, P_LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def dflash2_find(cu_ptr, slot, num_seqs, BLOCK: gl.constexpr):
+    """The sequence that owns tile slot ``slot``, when sequence s owns slots cu[s] // BLOCK + s and on (as in step 07)."""
+    low = 0
+    high = num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        before = gl.load(cu_ptr + middle).to(gl.int32) // BLOCK + middle <= slot
+        low = gl.where(before, middle, low)
+        high = gl.where(before, high, middle)
+    return low
+
+
+@gluon.jit
+def dflash2_work(
+    t, cu_q_ptr, cu_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, num_heads, num_seqs, num_m, section, num_splits,
+    BLOCK_M: gl.constexpr, RAGGED: gl.constexpr, PAGED: gl.constexpr, HEAVY_FIRST: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Which work item t is: (first row, batch, head, rows, row of q where they start, keys, row of k, split).
+
+    Heads go in sections whose K and V fit the L2 cache; in a section the last tiles, which see the most keys, come first.
+    """
+    split = t * 0
+    if SPLIT:
+        split = t % num_splits
+        t = t // num_splits
+    first_q = 0
+    first_k = 0
+    if RAGGED:
+        head = t % num_heads
+        tile = num_m - 1 - t // num_heads
+        batch = dflash2_find(cu_q_ptr, tile, num_seqs, BLOCK_M)
+        first_q = gl.load(cu_q_ptr + batch).to(gl.int32)
+        rows = gl.load(cu_q_ptr + batch + 1).to(gl.int32) - first_q
+        m = tile - (first_q // BLOCK_M + batch)
+        if PAGED:
+            keys = gl.load(seq_lens_ptr + batch).to(gl.int32)
+            keys = gl.where((keys < 0) | (keys > seqlen_k), -1, keys)  # a length that no page holds
+        else:
+            first_k = gl.load(cu_k_ptr + batch).to(gl.int32)
+            keys = gl.load(cu_k_ptr + batch + 1).to(gl.int32) - first_k
+    else:
+        all_heads = num_seqs * num_heads
+        first_head = t // (section * num_m) * section
+        width = gl.minimum(section, all_heads - first_head)
+        t -= first_head * num_m
+        bh = first_head + t % width
+        m = t // width
+        if HEAVY_FIRST:
+            m = num_m - 1 - m
+        batch = bh // num_heads
+        head = bh % num_heads
+        rows = seqlen_q
+        keys = seqlen_k
+    return m * BLOCK_M, batch, head, rows, first_q, keys, first_k, split
+
+
+@gluon.jit
+def dflash2_range(table_ptr, r, keys):
+    """First position of range r, and the one after its last; negative ones count from the end of the keys."""
+    start = gl.load(table_ptr + 4 * r)
+    end = gl.load(table_ptr + 4 * r + 1)
+    return gl.where(start < 0, start + keys, start), gl.where(end < 0, end + keys, end)
+
+
+@gluon.jit
+def dflash2_keys(
+    first, count, rows, keys, right, table_ptr, split, num_splits,
+    N: gl.constexpr, BLOCK_M: gl.constexpr, HAS_RIGHT: gl.constexpr, NUM_RANGES: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """The key tiles that rows first .. first + BLOCK_M see, and how those of one group of ``count`` rows are masked.
+
+    Returns (low, sink, high_tile, low_tile, sink_tile, begin, end, left_from): keys below ``low`` and not below ``sink`` are
+    seen by no row; tiles run high_tile - 1 down to low_tile, then sink_tile - 1 down to 0; this split does the
+    numbers begin .. end of that list.
+    """
+    past = keys - rows
+    last = gl.minimum(first + BLOCK_M, rows) - 1
+    stop = keys
+    if HAS_RIGHT:
+        stop = gl.maximum(0, gl.minimum(keys, last + past + right + 1))
+    low = 0
+    sink = 0
+    if NUM_RANGES > 0:
+        p0 = first + past
+        p1 = last + past
+        low = NEVER
+        covered = p0  # rows below this position lie in some range
+        for again in gl.static_range(NUM_RANGES):
+            for r in gl.static_range(NUM_RANGES):
+                start, end = dflash2_range(table_ptr, r, keys)
+                covered = gl.where((start <= covered) & (end > covered), end, covered)
+                if again == 0:
+                    a = gl.maximum(start, p0)
+                    here = a <= gl.minimum(end - 1, p1)
+                    low = gl.where(here, gl.minimum(low, a - gl.load(table_ptr + 4 * r + 3)), low)
+                    sink = gl.where(here, gl.maximum(sink, gl.load(table_ptr + 4 * r + 2)), sink)
+        low = gl.where(covered <= p1, 0, gl.maximum(low, 0))
+    high_tile = gl.cdiv(stop, N)
+    low_tile = gl.minimum(low // N, high_tile)
+    sink_tile = gl.minimum(gl.cdiv(gl.minimum(sink, stop), N), low_tile)
+    number = high_tile - low_tile + sink_tile
+    begin = 0
+    end = number
+    if SPLIT:
+        begin = number * split // num_splits
+        end = number * (split + 1) // num_splits
+    return low, sink, high_tile, low_tile, sink_tile, begin, end
+
+
+@gluon.jit
+def dflash2_tile_number(i, high_tile, low_tile, sink_tile, NUM_RANGES: gl.constexpr):
+    if NUM_RANGES > 0:
+        near = high_tile - low_tile
+        return gl.where(i < near, high_tile - 1 - i, sink_tile - 1 - (i - near))
+    else:
+        return high_tile - 1 - i
+
+
+@gluon.jit
+def dflash2_next(t, counter_ptr, DYNAMIC: gl.constexpr, num_work):
+    """The work item after t: a fixed stride, or the next number of a counter that all programs share."""
+    if DYNAMIC:
+        ticket = gl.atomic_add(counter_ptr, 1, sem="relaxed", scope="gpu")
+        if ticket == num_work - 1:  # every program draws one number too many: the last draw leaves the counter at zero
+            gl.store(counter_ptr, 0)
+        return ticket + gl.num_programs(0)
+    else:
+        return t + gl.num_programs(0)
+
+
+@gluon.jit
+def dflash2_publish(work_smem, work_full, work_free, turn, first, batch, head, rows, first_q, keys, first_k, split):
+    """Tell the consumers their next work, one field a word: they would spend the divisions that find it between tiles."""
+    place = turn & 1
+    mbarrier.wait(work_free.index(place), ((turn >> 1) & 1) ^ 1)
+    zero = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    work_smem.index(8 * place + 0).store(zero + first)
+    work_smem.index(8 * place + 1).store(zero + batch)
+    work_smem.index(8 * place + 2).store(zero + head)
+    work_smem.index(8 * place + 3).store(zero + rows)
+    work_smem.index(8 * place + 4).store(zero + first_q)
+    work_smem.index(8 * place + 5).store(zero + keys)
+    work_smem.index(8 * place + 6).store(zero + first_k)
+    work_smem.index(8 * place + 7).store(zero + split)
+    mbarrier.arrive(work_full.index(place))
+
+
+@gluon.jit
+def dflash2_field(work_smem, place, I: gl.constexpr):
+    return gl.max(work_smem.index(8 * place + I).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def dflash2_receive(work_smem, work_full, work_free, turn):
+    """The work that ``dflash2_publish`` told: first is -1 when there is no more."""
+    place = turn & 1
+    mbarrier.wait(work_full.index(place), (turn >> 1) & 1)
+    first = dflash2_field(work_smem, place, 0)
+    batch = dflash2_field(work_smem, place, 1)
+    head = dflash2_field(work_smem, place, 2)
+    rows = dflash2_field(work_smem, place, 3)
+    first_q = dflash2_field(work_smem, place, 4)
+    keys = dflash2_field(work_smem, place, 5)
+    split = dflash2_field(work_smem, place, 7)
+    mbarrier.arrive(work_free.index(place))
+    return first, batch, head, rows, first_q, keys, split
+
+
+@gluon.jit
+def dflash2_copy_keys(
+    desc_1, desc_2, smem_1, smem_2, full, slot, batch, kv_head, first_k, tile, keys, low, sink, pages_ptr,
+    N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, PAGE: gl.constexpr, NUM_RANGES: gl.constexpr,
+):  # fmt: skip
+    """Bring one tile of K or V: one copy, or one for each page. A page that no row sees is not looked up."""
+    mbarrier.expect(full.index(slot), N * (D1 + D2) * 2)
+    if PAGE == 0:
+        async_load(desc_1, [batch, kv_head, first_k + tile * N, 0], full.index(slot), smem_1.index(slot))
+        if D2 > 0:
+            async_load(desc_2, [batch, kv_head, first_k + tile * N, D1], full.index(slot), smem_2.index(slot))
+    else:
+        ROWS: gl.constexpr = PAGE if PAGE < N else N
+        for part in gl.static_range(N // ROWS):
+            key = tile * N + part * ROWS
+            wanted = key < keys
+            if NUM_RANGES > 0:
+                wanted = wanted & ((key + ROWS > low) | (key < sink))
+            page = gl.load(pages_ptr + key // PAGE, mask=wanted, other=0).to(gl.int32)
+            async_load(desc_1, [page, kv_head, key % PAGE, 0], full.index(slot), smem_1.index(slot).slice(part * ROWS, ROWS, 2))
+            if D2 > 0:
+                async_load(desc_2, [page, kv_head, key % PAGE, D1], full.index(slot), smem_2.index(slot).slice(part * ROWS, ROWS, 2))
+
+
+@gluon.jit
+def dflash2_await_slot(anchor, it, FIRST: gl.constexpr, STAGES: gl.constexpr, THREADS: gl.constexpr):
+    """Wait until every consumer has left the slot of tile number ``it``; the first round finds them empty."""
+    if it >= STAGES:
+        dflash2_sync(anchor, FIRST + it % STAGES, THREADS)
+
+
+@gluon.jit
+def dflash2_produce(
+    q1_desc, q2_desc, k1_desc, k2_desc, v1_desc, v2_desc, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem,
+    q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
+    cu_q_ptr, cu_k_ptr, seq_lens_ptr, pages_ptr, table_ptr, counter_ptr, stride_pages,
+    seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right,
+    D1: gl.constexpr, D2: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, WG: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr, PAGE: gl.constexpr, NUM_RANGES: gl.constexpr, DYNAMIC: gl.constexpr, SPLIT: gl.constexpr, K_AHEAD: gl.constexpr,
+):  # fmt: skip
+    BLOCK_M: gl.constexpr = 64 * WG
+    THREADS: gl.constexpr = 128 * WG + 32
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    anchor = gl.full([32], 0, gl.int32, ONE)
+    it = 0
+    turn = 0
+    t = gl.program_id(0)
+    first, batch, head, rows, first_q, keys, first_k, split = dflash2_work(
+        t, cu_q_ptr, cu_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, num_heads, num_seqs, num_m, section, num_splits,
+        BLOCK_M, RAGGED, PAGE > 0, HAS_RIGHT, SPLIT,
+    )  # fmt: skip
+    dflash2_publish(work_smem, work_full, work_free, turn, first, batch, head, rows, first_q, keys, first_k, split)
+    while t < num_work:
+        keys = gl.maximum(keys, 0)
+        low, sink, high_tile, low_tile, sink_tile, begin, end = dflash2_keys(
+            first, BLOCK_M, rows, keys, right, table_ptr, split, num_splits, N, BLOCK_M, HAS_RIGHT, NUM_RANGES, SPLIT
+        )
+        if first >= rows:
+            end = begin
+        kv_head = head // group_size
+        q_batch = batch
+        k_batch = batch
+        if RAGGED:
+            q_batch = 0
+            k_batch = 0
+        pages = pages_ptr
+        if PAGE > 0:
+            pages = pages_ptr + batch.to(gl.int64) * stride_pages
+        if begin < end:  # K of the first tile may come while the consumers still hold the Q of the work before
+            tile = dflash2_tile_number(begin, high_tile, low_tile, sink_tile, NUM_RANGES)
+            dflash2_await_slot(anchor, it, FREE, STAGES, THREADS)
+            dflash2_copy_keys(k1_desc, k2_desc, k1_smem, k2_smem, k_full, it % STAGES, k_batch, kv_head, first_k, tile, keys, low, sink, pages, N, D1, D2, PAGE, NUM_RANGES)
+        mbarrier.wait(q_free, (turn & 1) ^ 1)
+        mbarrier.expect(q_full, BLOCK_M * (D1 + D2) * 2)
+        for c in gl.static_range(WG):
+            async_load(q1_desc, [q_batch, head, first_q + first + 64 * c, 0], q_full, q1_smem.index(c))
+            if D2 > 0:
+                async_load(q2_desc, [q_batch, head, first_q + first + 64 * c, D1], q_full, q2_smem.index(c))
+        t = dflash2_next(t, counter_ptr, DYNAMIC, num_work)
+        next_first = -1
+        next_batch = 0
+        next_head = 0
+        next_rows = 0
+        next_first_q = 0
+        next_keys = 0
+        next_first_k = 0
+        next_split = 0
+        if t < num_work:
+            next_first, next_batch, next_head, next_rows, next_first_q, next_keys, next_first_k, next_split = dflash2_work(
+                t, cu_q_ptr, cu_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, num_heads, num_seqs, num_m, section, num_splits,
+                BLOCK_M, RAGGED, PAGE > 0, HAS_RIGHT, SPLIT,
+            )  # fmt: skip
+        dflash2_publish(
+            work_smem, work_full, work_free, turn + 1,
+            next_first, next_batch, next_head, next_rows, next_first_q, next_keys, next_first_k, next_split,
+        )  # fmt: skip
+        for i in range(begin + 1, end + 1):
+            if K_AHEAD:
+                if i < end:
+                    ahead = dflash2_tile_number(i, high_tile, low_tile, sink_tile, NUM_RANGES)
+                    dflash2_await_slot(anchor, it + 1, FREE, STAGES, THREADS)
+                    dflash2_copy_keys(k1_desc, k2_desc, k1_smem, k2_smem, k_full, (it + 1) % STAGES, k_batch, kv_head, first_k, ahead, keys, low, sink, pages, N, D1, D2, PAGE, NUM_RANGES)
+            tile = dflash2_tile_number(i - 1, high_tile, low_tile, sink_tile, NUM_RANGES)
+            dflash2_await_slot(anchor, it, FREE + STAGES, STAGES, THREADS)
+            dflash2_copy_keys(v1_desc, v2_desc, v1_smem, v2_smem, v_full, it % STAGES, k_batch, kv_head, first_k, tile, keys, low, sink, pages, N, V1, V2, PAGE, NUM_RANGES)
+            if not K_AHEAD:
+                if i < end:
+                    ahead = dflash2_tile_number(i, high_tile, low_tile, sink_tile, NUM_RANGES)
+                    dflash2_await_slot(anchor, it + 1, FREE, STAGES, THREADS)
+                    dflash2_copy_keys(k1_desc, k2_desc, k1_smem, k2_smem, k_full, (it + 1) % STAGES, k_batch, kv_head, first_k, ahead, keys, low, sink, pages, N, D1, D2, PAGE, NUM_RANGES)
+            it += 1
+        turn += 1
+        first = next_first
+        batch = next_batch
+        head = next_head
+        rows = next_rows
+        first_q = next_first_q
+        keys = next_keys
+        first_k = next_first_k
+        split = next_split
+
+
+@gluon.jit
+def dflash2_visible(s, tile, last_row, low_row, sink_row, S_LAYOUT: gl.constexpr, N: gl.constexpr, NUM_RANGES: gl.constexpr):
+    """Scores with -inf where row r does not see the key: beyond last_row[r], or below low_row[r] and not below sink_row[r].
+
+    Columns are compared, not keys: their numbers are constants, so a compare and a select are all it costs.
+    """
+    column = gl.arange(0, N, gl.SliceLayout(0, S_LAYOUT))[None, :]
+    ok = column <= (last_row - tile * N)[:, None]
+    if NUM_RANGES > 0:
+        ok = ok & ((column >= (low_row - tile * N)[:, None]) | (column < (sink_row - tile * N)[:, None]))
+    return gl.where(ok, s, float("-inf"))
+
+
+@gluon.jit
+def dflash2_softmax(s, row_max, scale_log2, cap, N: gl.constexpr, MASKED: gl.constexpr):
+    """Probabilities of one tile against the running maximum, the factor for what came before, and sums by lane.
+
+    Each lane sums its own columns; the lanes are added up once, after the last tile.
+    """
+    new_max = gl.maximum(row_max, gl.max(s, 1))
+    shift = new_max * scale_log2
+    if MASKED:
+        shift = gl.where(new_max == float("-inf"), 0.0, shift)  # -inf - -inf would be NaN
+    alpha = gl.exp2(row_max * scale_log2 - shift)
+    p = gl.exp2(s * scale_log2 - shift[:, None])
+    return p, new_max, alpha, gl.sum(gl.sum(gl.reshape(p, [64, N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def dflash2_clean(v_smem, slot, tile, keys, low, sink, N: gl.constexpr, V: gl.constexpr, NUM_RANGES: gl.constexpr):
+    """Zero the rows of a V tile that no query sees: 0 x NaN is NaN. Every group writes the same, so none waits."""
+    CHUNK: gl.constexpr = 16
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // V, V // 8], [4, 1], [1, 0])
+    for part in gl.static_range(N // CHUNK):
+        piece = v_smem.index(slot).reshape([N, V]).slice(part * CHUNK, CHUNK, 0)
+        key = tile * N + part * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))
+        ok = key < keys
+        if NUM_RANGES > 0:
+            ok = ok & ((key >= low) | (key < sink))
+        v = piece.load(LAYOUT)
+        piece.store(gl.where(ok[:, None], v, gl.zeros_like(v)))
+    fence_async_shared()
+
+
+@gluon.jit
+def dflash2_fold(
+    acc1, acc2, packed, row_max, row_sum, it, from_i, to_i, C: gl.constexpr, anchor,
+    q1, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, k_full, v_full, keys, low, sink, last_row, low_row, sink_row,
+    high_tile, low_tile, sink_tile, scale_log2, cap,
+    D1: gl.constexpr, D2: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, WG: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr, NUM_RANGES: gl.constexpr,
+    TURNS: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr, MASKED: gl.constexpr, DT: gl.constexpr,
+):  # fmt: skip
+    """Fold tiles from_i .. to_i into the state. The probabilities of the tile before are multiplied with its V while the
+    scores of this one are on the way, and the exponentials of this one run while that product does."""
+    THREADS: gl.constexpr = 128 * WG + 32
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    O1_LAYOUT: gl.constexpr = acc1.type.layout
+    O2_LAYOUT: gl.constexpr = acc2.type.layout
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O1_LAYOUT, 2)
+    P2_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O2_LAYOUT, 2)
+    LANES: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
+    CLEAN: gl.constexpr = RAGGED or NUM_RANGES > 0
+    for i in range(from_i, to_i):
+        if CLEAN and MASKED:
+            last = dflash2_tile_number(i - 1, high_tile, low_tile, sink_tile, NUM_RANGES)
+            dflash2_clean_if_edge(v1_smem, v2_smem, v_full, it, last, keys, low, sink, N, V1, V2, STAGES, NUM_RANGES)
+        tile = dflash2_tile_number(i, high_tile, low_tile, sink_tile, NUM_RANGES)
+        v_slot = it % STAGES
+        v_phase = (it // STAGES) & 1
+        it += 1
+        slot = it % STAGES
+        mbarrier.wait(k_full.index(slot), (it // STAGES) & 1)
+        if TURNS:
+            dflash2_sync(anchor, TURN + C, 256)
+        s = warpgroup_mma(q1, k1_smem.index(slot).reshape([N, D1]).permute((1, 0)), gl.zeros([64, N], gl.float32, S_LAYOUT), use_acc=False, is_async=True)
+        if D2 > 0:
+            s = warpgroup_mma(q2_smem.index(C).reshape([64, D2]), k2_smem.index(slot).reshape([N, D2]).permute((1, 0)), s, is_async=True)
+        mbarrier.wait(v_full.index(v_slot), v_phase)
+        acc1 = warpgroup_mma(dflash2_unpack(packed, N, DT, P_LAYOUT), v1_smem.index(v_slot).reshape([N, V1]), acc1, is_async=True)
+        if V2 > 0:
+            acc2 = warpgroup_mma(dflash2_unpack(packed, N, DT, P2_LAYOUT), v2_smem.index(v_slot).reshape([N, V2]), acc2, is_async=True)
+        if TURNS:
+            dflash2_arrive(anchor, TURN + (C + 1) % WG, 256)
+        s = warpgroup_mma_wait(2 if V2 > 0 else 1, [s])
+        dflash2_arrive(anchor, FREE + slot, THREADS)
+        if NEGATIVE:
+            s = -s
+        if CAP:
+            s = cap * dflash2_tanh(s * scale_log2)
+        if MASKED:
+            s = dflash2_visible(s, tile, last_row, low_row, sink_row, S_LAYOUT, N, NUM_RANGES)
+        p, row_max, alpha, part = dflash2_softmax(s, row_max, 1.0 if CAP else scale_log2, cap, N, MASKED)
+        if V2 > 0:
+            acc1, acc2, packed = warpgroup_mma_wait(0, [acc1, acc2, packed])
+        else:
+            acc1, packed = warpgroup_mma_wait(0, [acc1, packed])
+        dflash2_arrive(anchor, FREE + STAGES + v_slot, THREADS)
+        row_sum = row_sum * gl.convert_layout(alpha, LANES)[:, None] + part
+        acc1 = acc1 * gl.convert_layout(alpha, gl.SliceLayout(1, O1_LAYOUT))[:, None]
+        if V2 > 0:
+            acc2 = acc2 * gl.convert_layout(alpha, gl.SliceLayout(1, O2_LAYOUT))[:, None]
+        packed = dflash2_pack(p, N, DT)
+    return acc1, acc2, packed, row_max, row_sum, it
+
+
+@gluon.jit
+def dflash2_consume(
+    C: gl.constexpr, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, o1_smem, o2_smem, o1_desc, o2_desc,
+    q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
+    out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_lse,
+    seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
+    D1: gl.constexpr, D2: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr, HEAD_V: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, WG: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr, PAGE: gl.constexpr, NUM_RANGES: gl.constexpr, DYNAMIC: gl.constexpr,
+    TURNS: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, SPLIT: gl.constexpr,
+    O_IN_Q: gl.constexpr, DT: gl.constexpr,
+):  # fmt: skip
+    BLOCK_M: gl.constexpr = 64 * WG
+    THREADS: gl.constexpr = 128 * WG + 32
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    O1_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V1, 16])
+    O2_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V2 if V2 > 0 else 16, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O1_LAYOUT, 2)
+    P2_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O2_LAYOUT, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    CLEAN: gl.constexpr = RAGGED or NUM_RANGES > 0
+    anchor = gl.full([128], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    q1 = q1_smem.index(C).reshape([64, D1])
+    it = 0
+    turn = 0
+    if TURNS and C == WG - 1:
+        dflash2_arrive(anchor, TURN, 256)
+    first, batch, head, rows, first_q, keys, split = dflash2_receive(work_smem, work_full, work_free, turn)
+    while first >= 0:
+        beyond = keys < 0
+        keys = gl.maximum(keys, 0)
+        low, sink, high_tile, low_tile, sink_tile, begin, end = dflash2_keys(
+            first, BLOCK_M, rows, keys, right, table_ptr, split, num_splits, N, BLOCK_M, HAS_RIGHT, NUM_RANGES, SPLIT
+        )
+        if first >= rows:
+            end = begin
+        past = keys - rows
+        mine = first + 64 * C
+        row = mine + gl.arange(0, 64, ROW)
+        whole = keys  # keys that every row of this group sees on the right
+        if HAS_RIGHT:
+            whole = gl.maximum(0, gl.minimum(keys, mine + past + right + 1))
+        masked = gl.minimum(gl.maximum(high_tile - whole // N, begin + 1), end)  # tiles begin + 1 .. masked need the mask
+        full = end  # tiles masked .. full need none
+        last_row = keys - 1 + row * 0
+        if HAS_RIGHT:
+            last_row = gl.minimum(last_row, row + past + right)
+        low_row = row * 0
+        sink_row = row * 0
+        if NUM_RANGES > 0:
+            position = row + past
+            left = 0
+            for back in gl.static_range(NUM_RANGES):  # backwards: of two ranges that overlap the earlier counts
+                r = NUM_RANGES - 1 - back
+                start, stop = dflash2_range(table_ptr, r, keys)
+                reach = gl.load(table_ptr + 4 * r + 3)
+                here = (position >= start) & (position < stop)
+                low_row = gl.where(here, gl.maximum(0, position - reach), low_row)
+                sink_row = gl.where(here, gl.load(table_ptr + 4 * r + 2), sink_row)
+                high_position = gl.minimum(stop - 1, mine + past + 63)
+                some = gl.maximum(start, mine + past) <= high_position
+                left = gl.where(some, gl.maximum(left, high_position - reach), left)
+            full = gl.minimum(end, gl.maximum(masked, high_tile - gl.cdiv(left, N)))
+
+        row_max = gl.full([64], float("-inf"), gl.float32, ROW)
+        row_sum = gl.sum(gl.sum(gl.reshape(gl.zeros([64, N], gl.float32, S_LAYOUT), [64, N // 8, 4, 2]), 3), 1)
+        LANES: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
+        acc1 = gl.zeros([64, V1], gl.float32, O1_LAYOUT)
+        acc2 = gl.zeros([64, V2 if V2 > 0 else 16], gl.float32, O2_LAYOUT)
+        mbarrier.wait(q_full, turn & 1)
+        if HAS_RIGHT and NUM_RANGES == 0:  # the first tiles may lie wholly to the right of this group's rows
+            seen = gl.cdiv(gl.maximum(0, gl.minimum(keys, mine + 63 + past + right + 1)), N)
+            dead = gl.minimum(high_tile - seen, end)
+            for i in range(begin, dead):
+                slot = it % STAGES
+                phase = (it // STAGES) & 1
+                mbarrier.wait(k_full.index(slot), phase)
+                dflash2_arrive(anchor, FREE + slot, THREADS)
+                mbarrier.wait(v_full.index(slot), phase)
+                dflash2_arrive(anchor, FREE + STAGES + slot, THREADS)
+                if TURNS and end - i > 1:
+                    dflash2_sync(anchor, TURN + C, 256)
+                    dflash2_arrive(anchor, TURN + (C + 1) % WG, 256)
+                it += 1
+            begin = gl.maximum(begin, dead)
+            masked = gl.minimum(gl.maximum(masked, begin + 1), end)
+        if begin < end:
+            tile = dflash2_tile_number(begin, high_tile, low_tile, sink_tile, NUM_RANGES)
+            slot = it % STAGES
+            mbarrier.wait(k_full.index(slot), (it // STAGES) & 1)
+            s = warpgroup_mma(q1, k1_smem.index(slot).reshape([N, D1]).permute((1, 0)), gl.zeros([64, N], gl.float32, S_LAYOUT), use_acc=False, is_async=True)
+            if D2 > 0:
+                s = warpgroup_mma(q2_smem.index(C).reshape([64, D2]), k2_smem.index(slot).reshape([N, D2]).permute((1, 0)), s, is_async=True)
+            s = warpgroup_mma_wait(0, [s])
+            dflash2_arrive(anchor, FREE + slot, THREADS)
+            if NEGATIVE:
+                s = -s
+            if CAP:
+                s = cap * dflash2_tanh(s * scale_log2)
+            s = dflash2_visible(s, tile, last_row, low_row, sink_row, S_LAYOUT, N, NUM_RANGES)
+            p, row_max, alpha, row_sum = dflash2_softmax(s, row_max, 1.0 if CAP else scale_log2, cap, N, True)
+            packed = dflash2_pack(p, N, DT)
+
+            acc1, acc2, packed, row_max, row_sum, it = dflash2_fold(
+                acc1, acc2, packed, row_max, row_sum, it, begin + 1, masked, C, anchor,
+                q1, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, k_full, v_full, keys, low, sink, last_row, low_row, sink_row,
+                high_tile, low_tile, sink_tile, scale_log2, cap,
+                D1, D2, V1, V2, N, STAGES, WG, HAS_RIGHT, RAGGED, NUM_RANGES, TURNS, CAP, NEGATIVE, True, DT,
+            )  # fmt: skip
+            if CLEAN:
+                tile = dflash2_tile_number(masked - 1, high_tile, low_tile, sink_tile, NUM_RANGES)
+                dflash2_clean_if_edge(v1_smem, v2_smem, v_full, it, tile, keys, low, sink, N, V1, V2, STAGES, NUM_RANGES)
+            acc1, acc2, packed, row_max, row_sum, it = dflash2_fold(
+                acc1, acc2, packed, row_max, row_sum, it, masked, full, C, anchor,
+                q1, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, k_full, v_full, keys, low, sink, last_row, low_row, sink_row,
+                high_tile, low_tile, sink_tile, scale_log2, cap,
+                D1, D2, V1, V2, N, STAGES, WG, HAS_RIGHT, RAGGED, NUM_RANGES, TURNS, CAP, NEGATIVE, False, DT,
+            )  # fmt: skip
+            if NUM_RANGES > 0:
+                acc1, acc2, packed, row_max, row_sum, it = dflash2_fold(
+                    acc1, acc2, packed, row_max, row_sum, it, full, end, C, anchor,
+                    q1, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, k_full, v_full, keys, low, sink, last_row, low_row, sink_row,
+                    high_tile, low_tile, sink_tile, scale_log2, cap,
+                    D1, D2, V1, V2, N, STAGES, WG, HAS_RIGHT, RAGGED, NUM_RANGES, TURNS, CAP, NEGATIVE, True, DT,
+                )  # fmt: skip
+            if not O_IN_Q:
+                mbarrier.arrive(q_free)
+            if CLEAN:
+                last = dflash2_tile_number(end - 1, high_tile, low_tile, sink_tile, NUM_RANGES)
+                dflash2_clean_if_edge(v1_smem, v2_smem, v_full, it, last, keys, low, sink, N, V1, V2, STAGES, NUM_RANGES)
+            v_slot = it % STAGES
+            mbarrier.wait(v_full.index(v_slot), (it // STAGES) & 1)
+            it += 1
+            acc1 = warpgroup_mma(dflash2_unpack(packed, N, DT, P_LAYOUT), v1_smem.index(v_slot).reshape([N, V1]), acc1, is_async=True)
+            if V2 > 0:
+                acc2 = warpgroup_mma(dflash2_unpack(packed, N, DT, P2_LAYOUT), v2_smem.index(v_slot).reshape([N, V2]), acc2, is_async=True)
+                acc1, acc2, packed = warpgroup_mma_wait(0, [acc1, acc2, packed])
+            else:
+                acc1, packed = warpgroup_mma_wait(0, [acc1, packed])
+            dflash2_arrive(anchor, FREE + STAGES + v_slot, THREADS)
+        else:
+            if not O_IN_Q:
+                mbarrier.arrive(q_free)
+
+        total = gl.convert_layout(gl.sum(row_sum, 1), ROW)
+        if not CAP:
+            row_max = row_max * scale_log2
+        norm = gl.full([64], 1.0, gl.float32, ROW)
+        if HAS_SINKS and not SPLIT:  # one more logit in the denominator
+            logit = gl.load(sinks_ptr + head).to(gl.float32) * 1.4426950408889634
+            top = gl.maximum(row_max, logit)
+            norm = gl.exp2(row_max - top)
+            total = total * norm + gl.exp2(logit - top)
+            row_max = top
+        total = gl.where(total == 0.0, 1.0, total)  # no key seen: 0 stays 0, and the log-sum-exp -inf
+        factor = norm / total
+        if PAGE > 0:
+            factor = gl.where(beyond, float("nan"), factor)  # a length that no page holds: loud, not wrong
+        acc1 = acc1 * gl.convert_layout(factor, gl.SliceLayout(1, O1_LAYOUT))[:, None]
+        if V2 > 0:
+            acc2 = acc2 * gl.convert_layout(factor, gl.SliceLayout(1, O2_LAYOUT))[:, None]
+        if HAS_LSE:
+            lse = (row_max + gl.log2(total)) * 0.6931471805599453
+            if PAGE > 0:
+                lse = gl.where(beyond, float("nan"), lse)
+            place = first_q + row
+            if not RAGGED:
+                place += (batch * num_heads).to(gl.int64) * stride_lse
+            if SPLIT:
+                place += split.to(gl.int64) * num_heads * (1 if RAGGED else num_seqs) * stride_lse
+            gl.store(lse_ptr + head.to(gl.int64) * stride_lse + place, lse, mask=row < rows)
+        if RAGGED or SPLIT:
+            dflash2_store(acc1, out_ptr, batch, head, first_q, mine, rows, split, num_seqs, num_heads, seqlen_q, stride_om, stride_oh, 0, O1_LAYOUT, V1, HEAD_V, RAGGED, SPLIT)
+            if V2 > 0:
+                dflash2_store(acc2, out_ptr, batch, head, first_q, mine, rows, split, num_seqs, num_heads, seqlen_q, stride_om, stride_oh, V1, O2_LAYOUT, V2, HEAD_V, RAGGED, SPLIT)
+            if O_IN_Q:
+                mbarrier.arrive(q_free)
+        else:
+            o1 = o1_smem.index(C)
+            o2 = o2_smem.index(C)
+            if not O_IN_Q:
+                tma.store_wait(0)  # the tile before has left its buffer
+            o1.reshape([64, V1]).store(acc1.to(DT))
+            if V2 > 0:
+                o2.reshape([64, V2]).store(acc2.to(DT))
+            fence_async_shared()
+            async_store(o1_desc, [batch, head, mine, 0], o1)
+            if V2 > 0:
+                async_store(o2_desc, [batch, head, mine, V1], o2)
+            if O_IN_Q:
+                tma.store_wait(0)
+                mbarrier.arrive(q_free)
+        turn += 1
+        first, batch, head, rows, first_q, keys, split = dflash2_receive(work_smem, work_full, work_free, turn)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def dflash2_tanh(x):
+    """tanh(x) for x already times 2 log2(e): two units in the last place, which tanh.approx is far from."""
+    return 1.0 - 2.0 / (gl.exp2(x) + 1.0)
+
+
+@gluon.jit
+def dflash2_clean_if_edge(v1_smem, v2_smem, v_full, it, tile, keys, low, sink, N: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr, STAGES: gl.constexpr, NUM_RANGES: gl.constexpr):
+    """Clean the V tile that is next to be multiplied when a row of it is dead."""
+    edge = (tile + 1) * N > keys
+    if NUM_RANGES > 0:
+        edge = edge | ((tile * N < low) & ((tile + 1) * N > sink))
+    if edge:
+        slot = it % STAGES
+        mbarrier.wait(v_full.index(slot), (it // STAGES) & 1)
+        dflash2_clean(v1_smem, slot, tile, keys, low, sink, N, V1, NUM_RANGES)
+        if V2 > 0:
+            dflash2_clean(v2_smem, slot, tile, keys, low, sink, N, V2, NUM_RANGES)
+
+
+@gluon.jit
+def dflash2_store(
+    acc, out_ptr, batch, head, first_q, mine, rows, split, num_seqs, num_heads, seqlen_q, stride_om, stride_oh,
+    COLUMN: gl.constexpr, LAYOUT: gl.constexpr, V: gl.constexpr, HEAD_V: gl.constexpr, RAGGED: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Store rows that a copy of a whole tile would run over: a ragged end, or a float32 partial result."""
+    row = mine + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    column = COLUMN + gl.arange(0, V, gl.SliceLayout(0, LAYOUT))
+    if RAGGED:
+        place = (first_q + row).to(gl.int64) * stride_om + head.to(gl.int64) * stride_oh
+        if SPLIT:
+            place += split.to(gl.int64) * num_heads * stride_oh
+    else:
+        place = row.to(gl.int64) * stride_om + ((split.to(gl.int64) * num_seqs + batch) * num_heads + head) * stride_oh
+    gl.store(out_ptr + place[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=(row < rows)[:, None] & (column < HEAD_V)[None, :])
+
+
+PLAIN = (  # lengths and strides: values, never reasons to compile again
+    "stride_om", "stride_oh", "stride_lse", "stride_pages", "seqlen_q", "seqlen_k", "num_heads", "group_size", "num_seqs",
+    "num_m", "section", "num_splits", "num_work", "right",
+)  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=PLAIN, do_not_specialize_on_alignment=PLAIN)
+def dflash2_prefill_hopper(
+    q1_desc, q2_desc, k1_desc, k2_desc, v1_desc, v2_desc, o1_desc, o2_desc,
+    out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, pages_ptr, table_ptr, counter_ptr,
+    stride_om, stride_oh, stride_lse, stride_pages,
+    seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
+    D1: gl.constexpr, D2: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr, HEAD_V: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, WG: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr, PAGE: gl.constexpr, NUM_RANGES: gl.constexpr, DYNAMIC: gl.constexpr,
+    TURNS: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, SPLIT: gl.constexpr,
+    O_IN_Q: gl.constexpr, DT: gl.constexpr, K_AHEAD: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+):  # fmt: skip
+    """Attention of all rows; persistent: a grid of at most one program per SM walks ``num_work`` tiles."""
+    q1_smem = gl.allocate_shared_memory(DT, [WG, 1, 1, 64, D1], q1_desc.layout)
+    k1_smem = gl.allocate_shared_memory(DT, [STAGES, 1, 1, N, D1], k1_desc.layout)
+    v1_smem = gl.allocate_shared_memory(DT, [STAGES, 1, 1, N, V1], v1_desc.layout)
+    q2_smem = q1_smem
+    k2_smem = k1_smem
+    v2_smem = v1_smem
+    if D2 > 0:
+        q2_smem = gl.allocate_shared_memory(DT, [WG, 1, 1, 64, D2], q2_desc.layout)
+        k2_smem = gl.allocate_shared_memory(DT, [STAGES, 1, 1, N, D2], k2_desc.layout)
+    if V2 > 0:
+        v2_smem = gl.allocate_shared_memory(DT, [STAGES, 1, 1, N, V2], v2_desc.layout)
+    o1_smem = q1_smem
+    o2_smem = q2_smem
+    if not O_IN_Q:
+        o1_smem = gl.allocate_shared_memory(DT, [WG, 1, 1, 64, V1], o1_desc.layout)
+        if V2 > 0:
+            o2_smem = gl.allocate_shared_memory(DT, [WG, 1, 1, 64, V2], o2_desc.layout)
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    q_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    work_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    work_free = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    work_smem = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_free, count=WG)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(work_full.index(i), count=1)
+        mbarrier.init(work_free.index(i), count=WG)
+    fence_async_shared()
+    if WG == 3:
+        gl.warp_specialize([  # the tuples stand here in full: a variable would turn their constants into values
+            (dflash2_consume, (0, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, o1_smem, o2_smem, o1_desc, o2_desc,
+                q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
+                out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_lse,
+                seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
+                D1, D2, V1, V2, HEAD_V, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC,
+                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT)),
+            (dflash2_consume, (1, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, o1_smem, o2_smem, o1_desc, o2_desc,
+                q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
+                out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_lse,
+                seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
+                D1, D2, V1, V2, HEAD_V, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC,
+                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT)),
+            (dflash2_consume, (2, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, o1_smem, o2_smem, o1_desc, o2_desc,
+                q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
+                out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_lse,
+                seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
+                D1, D2, V1, V2, HEAD_V, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC,
+                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT)),
+            (dflash2_produce, (q1_desc, q2_desc, k1_desc, k2_desc, v1_desc, v2_desc, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem,
+                q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
+                cu_q_ptr, cu_k_ptr, seq_lens_ptr, pages_ptr, table_ptr, counter_ptr, stride_pages,
+                seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right,
+                D1, D2, V1, V2, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC, SPLIT, K_AHEAD)),
+        ], [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
+    else:
+        gl.warp_specialize([  # the tuples stand here in full: a variable would turn their constants into values
+            (dflash2_consume, (0, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, o1_smem, o2_smem, o1_desc, o2_desc,
+                q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
+                out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_lse,
+                seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
+                D1, D2, V1, V2, HEAD_V, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC,
+                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT)),
+            (dflash2_consume, (1, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, o1_smem, o2_smem, o1_desc, o2_desc,
+                q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
+                out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_lse,
+                seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
+                D1, D2, V1, V2, HEAD_V, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC,
+                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT)),
+            (dflash2_produce, (q1_desc, q2_desc, k1_desc, k2_desc, v1_desc, v2_desc, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem,
+                q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
+                cu_q_ptr, cu_k_ptr, seq_lens_ptr, pages_ptr, table_ptr, counter_ptr, stride_pages,
+                seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right,
+                D1, D2, V1, V2, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC, SPLIT, K_AHEAD)),
+        ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip

@@ -1,0 +1,146 @@
+"""``python -m ladder.engine``: what it prints, writes and refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from engine_models import MLA, TINY
+
+from ladder.engine import __main__ as cli
+from ladder.engine import bench
+from ladder.engine.models import tiny_moe
+from ladder.lab import results
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    path = tmp_path_factory.mktemp("weights") / "tiny_moe.safetensors"
+    tiny_moe.save(tiny_moe.TinyMoE(TINY.config).initialise(0, 0.3), path, dtype=torch.float32)
+    return path
+
+
+def run(*arguments):
+    return cli.main([str(a) for a in arguments])
+
+
+def test_generate_streams_and_logs(weights, capsys):
+    common = ("generate", "--checkpoint", weights, "--device", "cpu", "--max-tokens", 5)
+    assert run(*common, "--backend", "step04", "--prompt", "import ") == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("import ") and out.endswith("\n") and len(out) > len("import ") + 2
+    assert "attention backend step04_gqa" in err and "KV pool 64 tokens in 1 pages of 64" in err and "5 tokens in" in err
+    assert run(*common, "--backend", "sdpa", "--prompt", "import ") == 0
+    assert capsys.readouterr().out == out
+    assert run(*common, "--backend", "sdpa", "--prompt", "import ", "--prompt", "def ") == 0
+    both = capsys.readouterr().out
+    assert both.startswith("--- 0\n" + out.rstrip("\n")) and "--- 1\ndef " in both
+
+
+def test_generate_on_the_eager_path(weights):
+    """Without the interpreter step 08 runs on CPU tensors by itself, and gives the yardstick's text."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
+    texts = {}
+    for backend in ("step08", "sdpa"):
+        command = [sys.executable, "-m", "ladder.engine", "generate", "--checkpoint", str(weights), "--backend", backend,
+                   "--device", "cpu", "--prompt", "def main(", "--max-tokens", "40"]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        texts[backend] = done.stdout
+    assert texts["step08"] == texts["sdpa"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        (("generate", "--prompt", "x", "--backend", "nix"), "backend is 'nix'; want one of sdpa"),
+        (("generate", "--prompt", "x" * 300), "want at most 256, the context of tiny-moe"),
+        (("generate", "--prompt-ids", "1,b"), "want integers with commas"),
+        (("generate", "--prompt-ids", "1,999", "--backend", "sdpa"), "token 999; want 0 .. 255"),
+        (("bench", "--backend", "sdpa", "--mem-fraction", "1e-9", "--input-len", "8", "--output-len", "4"), "GiB for weights"),
+        (("bench", "--backend", "sdpa"), "max_len is 4608; want at most 256"),
+    ),
+)
+def test_errors_are_one_line(arguments, message, weights, capsys):
+    assert run(*arguments, "--checkpoint", weights, "--device", "cpu") == 2
+    err = capsys.readouterr().err
+    assert message in err and "Traceback" not in err
+
+
+def test_errors_of_arguments(capsys):
+    for arguments, message in (
+        (("generate",), "want prompts as text or as --prompt-ids"),
+        (("generate", "--prompt", "x", "--window", "4"), "is not SINK,WINDOW"),
+        (("bench", "--input-len", "0"), "--input-len: 0; want at least 1"),
+        (("bench", "--json", "/nowhere/x.json"), "cannot write /nowhere/x.json"),
+    ):
+        with pytest.raises(SystemExit):
+            run(*arguments)
+        assert message in capsys.readouterr().err
+    assert run("generate", "--model", "deepseek-v2-lite", "--prompt", "x") == 2
+    assert "give the prompt as numbers, --prompt-ids" in capsys.readouterr().err
+
+
+def test_bench_writes_results(weights, tmp_path, capsys):
+    file = tmp_path / "out.json"
+    assert run("bench", "--checkpoint", weights, "--backend", "step04", "--device", "cpu", "--input-len", 20, "--output-len", 6,
+               "--concurrency", 3, "--fit", "--page-size", 16, "--json", file) == 0  # fmt: skip
+    doc = results.load(file)
+    (row,) = doc["rows"]
+    assert row["case"] == {"mode": "engine", "model": "tiny-moe", "input_len": 20, "output_len": 6, "concurrency": 3, "dtype": "float32",
+                           "weights": "checkpoint"}  # fmt: skip
+    assert row["impl"] == "step04_gqa" and row["output_tokens"] == 18 and row["kv_pool_tokens"] == 3 * 32
+    assert 0 < row["ttft_p50_ms"] <= row["ttft_ms"] and 0 < row["itl_ms"] <= row["itl_p99_ms"] and row["tok_s"] > 0
+    assert "TTFT" in capsys.readouterr().out
+
+
+def test_bench_of_two_backends_is_one_document(weights, tmp_path):
+    file = tmp_path / "out.json"
+    assert run("bench", "--checkpoint", weights, "--backend", "step04,sdpa", "--device", "cpu", "--input-len", 9, "--output-len", 3,
+               "--concurrency", 2, "--json", file) == 0  # fmt: skip
+    assert [row["impl"] for row in results.load(file)["rows"]] == ["step04_gqa", "sdpa"]
+
+
+def test_interrupted_bench_keeps_what_it_has(weights, tmp_path, monkeypatch, capsys):
+    file, real, calls = tmp_path / "out.json", bench.Engine.step, []
+
+    def step(self):
+        calls.append(1)
+        if len(calls) == 12:  # within the measured run, after its first tokens
+            raise KeyboardInterrupt
+        return real(self)
+
+    monkeypatch.setattr(bench.Engine, "step", step)
+    assert run("bench", "--checkpoint", weights, "--backend", "sdpa", "--device", "cpu", "--input-len", 20, "--output-len", 30,
+               "--concurrency", 2, "--json", file) == 130  # fmt: skip
+    doc = json.loads(file.read_text())
+    assert doc["partial"] is True and doc["rows"][0]["partial"] is True and 0 < doc["rows"][0]["output_tokens"] < 60
+    assert "partial" in capsys.readouterr().err
+
+
+def test_memory_table(weights, capsys):
+    assert run("bench", "--checkpoint", weights, "--backend", "sdpa", "--device", "cpu", "--input-len", 20, "--output-len", 12,
+               "--page-size", 16, "--memory-table", "--requests", 4, "--fractions", 0.5, "--json", "-") == 0  # fmt: skip
+    out, err = capsys.readouterr()
+    (row,) = json.loads(out)["rows"]
+    assert row["mixed_requests"] == 4 and row["out_of_memory"] == 0 and row["concurrency"] >= 1
+    assert row["concurrency"] == row["kv_pool_tokens"] // 32  # 20 + 12 tokens are two pages of 16
+    assert "at once" in err
+
+
+def test_percentile():
+    assert bench.percentile([3, 1, 2], 0.5) == 2 and bench.percentile(list(range(100)), 0.99) == 99
+
+
+def test_transformers_peer_runs():
+    pytest.importorskip("transformers", minversion="5.0")
+    row = bench.transformers_peer(MLA, input_len=20, output_len=3, concurrency=2, dtype=torch.float32, device="cpu")
+    assert row["measured_steps"] == 3 and row["itl_ms"] > 0 and row["impl"].startswith("transformers")
+    with pytest.raises(RuntimeError, match="transformers has no tiny-moe"):
+        bench.transformers_peer(TINY, input_len=2, output_len=2, concurrency=1)

@@ -1,0 +1,412 @@
+"""The engine's models: DeepSeek-V2 against its formulas and the public checkpoint's layout, tiny-moe's training and files."""
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from engine_models import MLA, engine, greedy, prompts
+from safetensors.torch import load_file, save_file
+
+from dspark_mini.trace import read_trace
+from ladder.engine import corpus, layers, quality
+from ladder.engine.bench import huggingface_config
+from ladder.engine.models import Spec, deepseek_v2, find, tiny_moe
+from ladder.engine.train_tiny_moe import main as train
+
+CONFIG = MLA.config
+
+
+def checkpoint_tensors(c, seed=0):
+    """Random weights under the public checkpoint's names and shapes."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = c.expert_width
+    shapes = {"model.embed_tokens": (c.vocab, c.width), "model.norm": (c.width,), "lm_head": (c.vocab, c.width)}
+    for n in range(c.num_layers):
+        layer = f"model.layers.{n}."
+        shapes |= {
+            layer + "input_layernorm": (c.width,), layer + "post_attention_layernorm": (c.width,),
+            layer + "self_attn.q_proj": (c.num_heads * c.qk_dim, c.width),
+            layer + "self_attn.kv_a_proj_with_mqa": (c.latent + c.rope_dim, c.width),
+            layer + "self_attn.kv_a_layernorm": (c.latent,),
+            layer + "self_attn.kv_b_proj": (c.num_heads * (c.nope_dim + c.v_dim), c.latent),
+            layer + "self_attn.o_proj": (c.width, c.num_heads * c.v_dim),
+        }  # fmt: skip
+        mlps = {"mlp.": c.dense_width}
+        if n >= c.num_dense:
+            shapes[layer + "mlp.gate"] = (c.num_experts, c.width)
+            mlps = {f"mlp.experts.{e}.": hidden for e in range(c.num_experts)} | {"mlp.shared_experts.": hidden * c.num_shared}
+        for name, inner in mlps.items():
+            shapes |= {layer + name + "gate_proj": (inner, c.width), layer + name + "up_proj": (inner, c.width),
+                       layer + name + "down_proj": (c.width, inner)}  # fmt: skip
+    return {
+        f"{name}.weight": torch.randn(shape, generator=generator) * (0.25 if len(shape) > 1 else 0.1) + (len(shape) == 1)
+        for name, shape in shapes.items()
+    }
+
+
+def write_checkpoint(folder, tensors, c, shards=3):
+    """The folder as it is published: shards, their index, and the configuration."""
+    names = sorted(tensors)
+    weight_map = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        part = {n: tensors[n].contiguous() for n in names[shard::shards]}
+        save_file(part, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps({**huggingface_config(c), "eos_token_id": 7}))
+
+
+def by_formula(tensors, c, tokens):
+    """Logits (S, vocab) straight from the paper's formulas: heads unabsorbed, neighbouring rotary pairs, experts one by one."""
+    S, w = len(tokens), lambda name: tensors[name + ".weight"].double()
+
+    def norm(x, weight):
+        return x / torch.sqrt(x.square().mean(-1, keepdim=True) + c.eps) * weight
+
+    def mlp(x, name):
+        return (F.silu(x @ w(name + "gate_proj").T) * (x @ w(name + "up_proj").T)) @ w(name + "down_proj").T
+
+    cos, sin = deepseek_v2.yarn_table(c, S).double().chunk(2, -1)
+
+    def turn(x):  # (S, ..., rope_dim), pairs are neighbours
+        shape = (S,) + (1,) * (x.ndim - 2) + (-1,)
+        a, b, co, si = x[..., 0::2], x[..., 1::2], cos.view(shape), sin.view(shape)
+        return torch.stack([a * co - b * si, b * co + a * si], -1).flatten(-2)
+
+    x = w("model.embed_tokens")[tokens]
+    for n in range(c.num_layers):
+        layer = f"model.layers.{n}."
+        h = norm(x, w(layer + "input_layernorm"))
+        q = (h @ w(layer + "self_attn.q_proj").T).view(S, c.num_heads, c.qk_dim)
+        latent = h @ w(layer + "self_attn.kv_a_proj_with_mqa").T
+        compressed = norm(latent[:, : c.latent], w(layer + "self_attn.kv_a_layernorm"))
+        kv = (compressed @ w(layer + "self_attn.kv_b_proj").T).view(S, c.num_heads, c.nope_dim + c.v_dim)
+        q = torch.cat([q[..., : c.nope_dim], turn(q[..., c.nope_dim :])], -1)
+        rope = turn(latent[:, None, c.latent :]).expand(-1, c.num_heads, -1)
+        k, v = torch.cat([kv[..., : c.nope_dim], rope], -1), kv[..., c.nope_dim :]
+        mscale = 0.1 * c.yarn_mscale_all * math.log(c.yarn_factor) + 1
+        scores = torch.einsum("qhd,khd->hqk", q, k) * c.qk_dim**-0.5 * mscale**2
+        scores = scores.masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), float("-inf"))
+        x = x + torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1) @ w(layer + "self_attn.o_proj").T
+        h = norm(x, w(layer + "post_attention_layernorm"))
+        if n < c.num_dense:
+            x = x + mlp(h, layer + "mlp.")
+            continue
+        weights, ids = (h @ w(layer + "mlp.gate").T).softmax(-1).topk(c.top_k)
+        out = mlp(h, layer + "mlp.shared_experts.")
+        for t in range(S):
+            for weight, expert in zip(weights[t], ids[t].tolist()):
+                out[t] = out[t] + weight * mlp(h[t], f"{layer}mlp.experts.{expert}.")
+        x = x + out
+    return norm(x, w("model.norm")) @ w("lm_head").T
+
+
+def served_logits(served, tokens):
+    """Logits (S, vocab) of a prompt, one prefill step."""
+    from ladder.engine.scheduler import Request
+
+    request = Request(0, tokens, greedy(1))
+    served.pool.grow(request.pages, len(tokens))
+    batch = served.runner.batch([(request, len(tokens))], False)
+    served.runner.context.begin(batch)
+    with torch.inference_mode():
+        return served.runner.model.logits(served.runner.model(batch.tokens, served.runner.context))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tensors = checkpoint_tensors(CONFIG)
+    write_checkpoint(folder, tensors, CONFIG)
+    return folder, tensors
+
+
+def test_a_sharded_checkpoint_computes_the_paper(checkpoint):
+    folder, tensors = checkpoint
+    spec = find("deepseek-v2-lite", folder)
+    assert spec.config == CONFIG and spec.end == (7,)
+    tokens = prompts((40,))[0]
+    want = by_formula(tensors, CONFIG, tokens)
+    served = engine(spec, "step04", kv_tokens=256)
+    assert (served_logits(served, tokens).double() - want).abs().max() < 2e-4 * want.abs().max()
+    # decode runs on the latents, absorbed: each token it adds must be the one the formulas choose
+    answer = engine(spec, "step04", chunk_tokens=17).generate([tokens], greedy(4))[0]
+    for n, token in enumerate(answer):
+        assert by_formula(tensors, CONFIG, tokens + answer[:n])[-1].argmax() == token
+
+
+def test_one_file_and_other_dtypes(checkpoint, tmp_path):
+    folder, tensors = checkpoint
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    one = deepseek_v2.load(tmp_path, torch.float32)
+    for name, weight in deepseek_v2.load(folder, torch.float32).state_dict().items():
+        assert torch.equal(weight, one.state_dict()[name]), name
+    assert deepseek_v2.load(folder, torch.bfloat16).head.dtype == torch.bfloat16
+
+
+def test_a_broken_checkpoint_is_named(checkpoint, tmp_path):
+    folder, tensors = checkpoint
+    with pytest.raises(FileNotFoundError, match="no config.json"):
+        find("deepseek-v2-lite", tmp_path)
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(FileNotFoundError, match="no model.safetensors"):
+        find("deepseek-v2-lite", tmp_path)
+    lacking = {n: t for n, t in tensors.items() if "experts.3.up_proj" not in n}
+    for changed, message in (
+        (lacking, "lacks all or part of blocks.1.mlp.gate_up"),
+        ({**tensors, "model.layers.0.self_attn.q_a_proj.weight": torch.zeros(2)}, "q_a_proj.weight, which this architecture has no place"),
+        ({**tensors, "lm_head.weight": torch.zeros(5, 32)}, r"lm_head.weight in model.safetensors has shape \(5, 32\); want \(96, 32\)"),
+    ):
+        save_file(changed, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            deepseek_v2.load(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    for field, value in (("q_lora_rank", 1536), ("topk_method", "group_limited_greedy"), ("model_type", "llama")):
+        (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
+        with pytest.raises(ValueError, match=f"{field} in .* is {value!r}"):
+            find("deepseek-v2-lite", tmp_path)
+
+
+def test_the_real_architecture_has_its_public_size():
+    c = deepseek_v2.DeepseekV2Config()
+    assert find("deepseek-v2-lite").parameters == sum(
+        math.prod(s) for s in ((c.vocab, 2048), (c.vocab, 2048), (2048,))
+    ) + 27 * (2 * 2048 + 16 * 192 * 2048 + 576 * 2048 + 512 + 16 * 256 * 512 + 2048 * 2048) + 3 * 2048 * 10944 + 26 * (
+        64 * 2048 + 66 * 3 * 2048 * 1408
+    )
+    assert abs(c.scale - 192**-0.5 * (0.1 * 0.707 * math.log(40) + 1) ** 2) < 1e-12
+
+
+def test_the_dense_control_has_no_experts():
+    spec = find("mla-dense")
+    assert spec.parameters == 2 * 102400 * 2048 + 2048 + 27 * (
+        2 * 2048 + 16 * 192 * 2048 + 576 * 2048 + 512 + 16 * 256 * 512 + 2048 * 2048 + 3 * 2048 * 10944
+    )
+    with pytest.raises(ValueError, match="random weights only"):
+        find("mla-dense", "folder")
+
+
+def test_transformers_agrees(checkpoint):
+    """The model of Hugging Face's library on the same folder, where it is installed."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    folder, _ = checkpoint
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32).eval()
+    tokens = prompts((50,))[0]
+    with torch.no_grad():
+        want = theirs(torch.tensor([tokens])).logits[0]
+    got = served_logits(engine(find("deepseek-v2-lite", folder), "step04", kv_tokens=256), tokens)
+    assert (got - want).abs().max() < 1e-4 * want.abs().max()
+
+
+# Experts
+
+
+def test_experts_and_their_gradients():
+    """Against one expert at a time; the hand-written gradients of dispatch and collect against autograd's."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    x, gate_up, down, logits = (t.requires_grad_() for t in (draw(9, 8), draw(4, 12, 8), draw(4, 8, 6), draw(9, 3)))
+
+    def run(one_by_one):
+        weights, ids, _ = layers.choose_experts(logits, 2, True)
+        if not one_by_one:
+            return layers.run_experts(x, ids, weights, gate_up, down, num_shared=1)
+        rows = []
+        for t in range(9):
+            chosen = [(w, e) for w, e in zip(weights[t], ids[t].tolist())] + [(1.0, 3)]
+            rows.append(sum(w * (down[e] @ layers.swiglu(gate_up[e] @ x[t])) for w, e in chosen))
+        return torch.stack(rows)
+
+    torch.testing.assert_close(run(False), run(True))
+    probe = draw(9, 8)
+    for ours, theirs in zip(*(torch.autograd.grad((run(way) * probe).sum(), (x, gate_up, down, logits)) for way in (False, True))):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top_k", "shared", "width", "hidden"), (
+    (5, 8, 2, 2, 48, 32), (3, 16, 2, 0, 64, 16), (1, 4, 2, 1, 16, 8), (19, 2, 1, 1, 24, 20),
+))  # fmt: skip
+def test_the_gpu_path_of_experts_in_the_interpreter(tokens, experts, top_k, shared, width, hidden, monkeypatch):
+    generator = torch.Generator().manual_seed(tokens)
+    x, weights = torch.randn(tokens, width, generator=generator), torch.rand(tokens, top_k, generator=generator)
+    ids = torch.rand(tokens, experts, generator=generator).topk(top_k).indices
+    ids[:, 0] = 1  # more rows than a tile in one expert, none in another
+    gate_up = torch.randn(experts + shared, 2 * hidden, width, generator=generator) * 0.3
+    down = torch.randn(experts + shared, width, hidden, generator=generator) * 0.3
+    if top_k > 1:
+        ids[:, 1] = torch.where(ids[:, 1] == 1, 0, ids[:, 1])
+    want = layers.run_experts(x, ids, weights, gate_up, down, shared)
+    for product in ("library", "streamed"):
+        torch.testing.assert_close(layers.fast_experts(x, ids, weights, gate_up, down, shared, product), want)
+    monkeypatch.setattr(layers, "FEW_ASSIGNMENTS", 0)  # as many tokens have it: another sort, shared experts as plain products
+    torch.testing.assert_close(layers.fast_experts(x, ids, weights, gate_up, down, shared, "library"), want)
+
+
+def test_both_sorts_agree(monkeypatch):
+    ids = torch.randint(0, 6, (37, 3), generator=torch.Generator().manual_seed(0))
+    few = layers.place_rows(ids, 6, 2)
+    monkeypatch.setattr(layers, "FEW_ASSIGNMENTS", 0)
+    for ours, theirs in zip(few, layers.place_rows(ids, 6, 2)):
+        assert torch.equal(ours, theirs)
+    order, source, places, offsets = few
+    assert torch.equal(order[places.flatten().long()], torch.arange(37 * 5, dtype=torch.int32))
+    assert offsets[-1] == 37 * 5 and offsets[7] - offsets[6] == 37
+
+
+def test_the_whole_model_on_the_gpu_path(monkeypatch):
+    """What a GPU would run of norms, router and experts, in the interpreter: the same tokens."""
+    tokens = prompts((5,), seed=4)[0]
+    want = engine(MLA, "step04").generate([tokens], greedy(2))
+    monkeypatch.setattr(layers, "serving_on_gpu", lambda x: torch.is_inference_mode_enabled())
+    monkeypatch.setattr(layers, "_fastest", {(torch.Size((10, 32, 32)), 1): "streamed"})
+    assert engine(MLA, "step04").generate([tokens], greedy(2)) == want
+
+
+COMPILE = """
+import json, sys
+from unittest import mock
+import torch
+from ladder.engine import kernels, layers
+from ladder.lab.compile import compile_for
+
+launches = []
+class Recorder:
+    def __init__(self, kernel): self.kernel = kernel
+    def __getitem__(self, grid): return lambda *args, **options: launches.append((self.kernel, args, options))
+
+for experts, width, hidden, top_k, shared, tokens in ((66, 2048, 1408, 6, 2, 8), (16, 256, 64, 2, 0, 3)):
+    stand_ins = {name: Recorder(getattr(kernels, name)) for name in dir(kernels) if name.startswith("engine_")}
+    with mock.patch.multiple(kernels, **stand_ins):
+        half = dict(dtype=torch.bfloat16)
+        layers.fast_experts(torch.empty(tokens, width, **half), torch.zeros(tokens, top_k, dtype=torch.int32), torch.empty(tokens, top_k),
+                            torch.empty(experts, 2 * hidden, width, **half), torch.empty(experts, width, hidden, **half), shared, "streamed")
+        layers.fast_swiglu(torch.empty(tokens, 2 * hidden, **half))
+for target in ("sm_80", "sm_90"):
+    for kernel, args, options in launches:
+        done = compile_for(target, kernel, *args, **options)
+        print(json.dumps([target, done.name, done.spills, done.shared, done.count("HMMA")]))
+"""
+
+
+def test_kernels_compile_without_spills():
+    import os
+
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 20 and {name for _, name, *_ in rows} == {
+        "engine_place", "engine_swiglu", "engine_combine", "engine_experts_up", "engine_experts_down"
+    }  # fmt: skip
+    for target, name, spills, shared, products in rows:
+        assert spills == 0 and shared <= 100 << 10, (target, name)
+        assert (products > 0) == name.startswith("engine_experts"), (target, name)
+
+
+# tiny-moe
+
+SMALL = dict(num_layers=2, width=32, num_heads=4, num_kv_heads=2, head_dim=16, num_experts=8, expert_width=16, shared_width=16, context=64)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A very short training run, stopped by its step count, on a corpus of this repository's tests."""
+    out = tmp_path_factory.mktemp("trained")
+    arguments = [
+        "--minutes", "5", "--steps", "30", "--config", json.dumps(SMALL), "--batch-tokens", "512", "--short", "32", "--warmup", "5",
+        "--log-every", "5", "--evaluate-tokens", "1024", "--device", "cpu", "--corpus", str(quality.__file__).rsplit("/engine/", 1)[0],
+        "--keep-state", "--out", str(out),
+    ]  # fmt: skip
+    assert train(arguments) == 0
+    return out, arguments
+
+
+def test_training_learns_and_records(trained):
+    out, arguments = trained
+    record = json.loads((out / "tiny_moe_training.json").read_text())
+    assert record["finished"] and record["steps"] == 30 and record["tokens"] == 30 * 512
+    assert record["curve"][0]["bits_per_byte"] > record["curve"][-1]["bits_per_byte"] + 1
+    assert record["curve"][-1]["seq_len"] == 64 and record["curve"][0]["seq_len"] == 32
+    best = min(e["held_out_bits_per_byte"] for e in record["evaluations"])
+    assert abs(record["held_out_bits_per_byte"]["64"] - best) < 0.01
+    assert record["settings"]["seed"] == 0 and record["corpus"]["held_out"]["files"] > 0
+    weights = load_file(out / "tiny_moe.safetensors")
+    assert {t.dtype for t in weights.values()} == {torch.float16}
+    assert tiny_moe.read_config(out / "tiny_moe.safetensors") == tiny_moe.TinyMoEConfig(**SMALL)
+
+
+def test_the_trace_and_inputs_are_real(trained):
+    out, _ = trained
+    trace = read_trace(out / "routing_trace.npz")
+    assert (trace.num_layers, trace.num_experts, trace.top_k, trace.generated) == (2, 8, 2, False)
+    assert (trace.topk_ids[..., 0] != trace.topk_ids[..., 1]).all() and len(trace.seq_offsets) == 5
+    inputs = load_file(out / "tiny_moe_qkv.safetensors")
+    assert inputs["layer0.q"].shape == (4, 64, 16) and inputs["layer0.k"].shape == inputs["layer0.v"].shape == (2, 64, 16)
+    # the inputs are those of the stored weights on the first held-out tokens: recompute layer 0's values
+    docs = corpus.documents(str(quality.__file__).rsplit("/engine/", 1)[0])
+    order = np.random.default_rng(0).permutation(len(docs))
+    text = corpus.join([docs[i] for i in order if docs[i][2]])[:64]
+    model = tiny_moe.load(out / "tiny_moe.safetensors")
+    x = layers.rms_norm(model.embedding[torch.tensor(list(text))], model.blocks[0].attention_norm, 1e-6)
+    v = model.blocks[0].attention.project(x, model.cos_sin[:64])[2]
+    torch.testing.assert_close(v.transpose(0, 1), inputs["layer0.v"].float(), atol=2e-3, rtol=2e-3)
+
+
+def test_training_resumes_where_it_stopped(trained, tmp_path):
+    out, arguments = trained
+    for name in ("state.pt",):
+        (tmp_path / name).write_bytes((out / name).read_bytes())
+    more = [a if a != "30" else "40" for a in arguments]
+    more[more.index("--out") + 1] = str(tmp_path)
+    assert train([*more, "--resume"]) == 0
+    record = json.loads((tmp_path / "tiny_moe_training.json").read_text())
+    assert record["steps"] == 40 and [p["step"] for p in record["curve"]][:2] == [1, 5]
+
+
+def test_the_corpus_is_split_by_file(tmp_path):
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "other.py").write_text("x = 1")
+    for n in range(200):
+        (tmp_path / f"m{n}.py").write_text(f"value = {n}\n")
+    (tmp_path / "latin.py").write_bytes(b"\xff\xfe")
+    docs = corpus.documents(tmp_path)
+    assert len(docs) == 200 and docs == corpus.documents(tmp_path)
+    held = [d for d in docs if d[2]]
+    assert 3 <= len(held) <= 20
+    described = corpus.describe(docs)
+    assert described["held_out"]["files"] + described["train"]["files"] == 200
+    with pytest.raises(ValueError, match="no Python sources"):
+        corpus.documents(tmp_path / "nowhere")
+
+
+def test_missing_weights_say_how_to_train(tmp_path):
+    with pytest.raises(FileNotFoundError, match="python -m ladder.engine.train_tiny_moe"):
+        find("tiny-moe", tmp_path / "none.safetensors")
+    with pytest.raises(ValueError, match="model is 'gpt'"):
+        find("gpt")
+
+
+def test_quality_of_policies(trained):
+    """Bits per byte, exact, are those of one dense forward; narrower windows hide more."""
+    out, _ = trained
+    root = str(quality.__file__).rsplit("/engine/", 1)[0]
+    rows = quality.table(weights=out / "tiny_moe.safetensors", sequences=2, root=root, names={"exact", "last quarter exact, before it window 512"})
+    by = {r["case"]["policy"]: r for r in rows}
+    assert by["exact"]["visible_pairs"] == 1.0
+    # 512 keys are more than the context of 64: the policy hides nothing
+    assert abs(by["exact"]["bits_per_byte"] - by["last quarter exact, before it window 512"]["bits_per_byte"]) < 1e-3
+    spec = Spec("tiny-moe", tiny_moe.TinyMoEConfig(**SMALL), out / "tiny_moe.safetensors")
+    text = corpus.join([d for d in corpus.documents(root) if d[2]])
+    total = 0.0
+    for start in (0, len(text) - 65):
+        row = list(text[start : start + 65])
+        logits = served_logits(engine(spec, "sdpa", kv_tokens=64, max_len=64), row[:-1])
+        total += F.cross_entropy(logits[32:], torch.tensor(row[33:])).item() / math.log(2)
+    assert abs(total / 2 - by["exact"]["bits_per_byte"]) < 1e-3
