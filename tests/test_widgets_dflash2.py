@@ -295,6 +295,16 @@ def test_projection_bytes_are_counted():
     assert "memory" in dflash2.projection_table().data and "arithmetic" in dflash2.projection_table().data
 
 
+def test_the_hopper_kernel_is_read_not_imported():
+    names = list(dflash2._functions("hopper_kernel.py"))
+    assert "dflash2_fold" in names
+    assert all(name in dflash2.hopper_code(*names[:3]).data for name in names[:3])
+    shown = dflash2.HopperSource("dflash2_fold")
+    assert "warpgroup_mma" in shown._repr_html_() and repr(shown).endswith("dflash2_fold") and '"""' not in shown._repr_html_()
+    with pytest.raises(KeyError):
+        dflash2.HopperSource("no_such_function")
+
+
 def test_small_figures_are_drawn():
     grid = plots_dflash2.ratio_grid({("a", "1k"): 1.2, ("b", "4k"): 0.8}, ["a", "b"], ["1k", "4k"], title="t", note="n")
     pairs = plots_dflash2.predicted_and_measured([("x", 1.1, 1.0), ("y", None, 0.9)], unit="x")

@@ -138,7 +138,7 @@ def parity(number=8):
     prefill = [
         ("MiniLM, real input, causal", minilm, {}),
         ("noise, Sq > Sk, causal", noise.replace(Sk=40), {}),
-        ("group of 6, dense, float32", noise.replace(Hq=6, Hkv=1, causal=False, dtype="float32"), {}),
+        ("group of 6, dense", noise.replace(Hq=6, Hkv=1, causal=False, dtype="float32"), {}),
         ("MLA prefill heads, 192 / 128", noise.replace(Hq=1, Hkv=1, Sq=48, Sk=48, D=192, Dv=128), {}),
         ("MiniLM, sink 4 + window 32", minilm, dict(windows=windows.sink_window(4, 32), ranges=[(0, None, 4, 32)])),
         ("MiniLM, local prefix, full tail of 16", minilm, dict(windows=windows.prefix_local(-16, 4, 32), ranges=[(0, -16, 4, 32)])),
@@ -498,16 +498,38 @@ def projection_table(hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, li
     return Markdown("\n".join(lines))
 
 
-def hopper_code():
-    """The functions of the Hopper kernel and the first line of what each says of itself, as a Markdown table; read, not imported."""
+def _functions(file):
+    """{name: (docstring, source)} of the functions in a file of step 08: read, not imported, so that no GPU is needed."""
     import ast
 
-    folder = Path(__file__).resolve().parents[1] / OURS
-    lines = ["| file | function | what it does |", "|:--|:--|:--|"]
-    for path in sorted(folder.glob("hopper*.py")):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef) and (said := ast.get_docstring(node)):
-                lines.append(f"| `{path.name}` | `{node.name}` | {said.splitlines()[0]} |")
-    if len(lines) == 2:
+    path = Path(__file__).resolve().parents[1] / OURS / file
+    text = path.read_text() if path.exists() else ""
+    nodes = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    return {node.name: (ast.get_docstring(node), ast.get_source_segment(text, node)) for node in nodes}
+
+
+def hopper_code(*names):
+    """What some functions of the Hopper kernel say of themselves, as a Markdown table."""
+    found = _functions("hopper_kernel.py")
+    if not found:
         return Markdown("*The Hopper kernel is not part of this checkout: step 08 runs its portable kernel everywhere.*")
-    return Markdown("\n".join(lines))
+    lines = [f"| `{name}` | {' '.join((found[name][0] or '').split())} |" for name in names]
+    return Markdown("\n".join(["| function | what it does |", "|:--|:--|", *lines]))
+
+
+class HopperSource:
+    """The source of one function of the Hopper kernel, highlighted."""
+
+    def __init__(self, name):
+        self.name, self.code = name, _functions("hopper_kernel.py")[name][1]
+
+    def __repr__(self):
+        return f"source of ladder/{OURS}/hopper_kernel.py: {self.name}"
+
+    def _repr_html_(self):
+        from .widgets import _PRE, _without_docstrings, highlight
+
+        return (
+            f'<div style="border-left:4px solid {plots.BLUE};padding:2px 10px;margin:6px 0"><b>ladder/{OURS}/hopper_kernel.py: {self.name}</b>'
+            f'<pre style="{_PRE}">{highlight(_without_docstrings(self.code + chr(10)).rstrip())}</pre></div>'
+        )
