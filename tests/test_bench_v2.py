@@ -38,7 +38,17 @@ def rehearse(path, *args):
 
 
 def test_every_section_rehearses_right(tmp_path):
-    picks = ["d128 causal (1|128)k", "dense 32k (MHA|group 6)", "decode B1 4k", "ragged", "q_len 4", "16 heads B1 ", "windows", "chunked.*128k$", "memory"]
+    picks = [
+        "d128 causal (1|128)k",
+        "dense 32k (MHA|group 6)",
+        "decode B1 4k",
+        "ragged",
+        "q_len 4",
+        "16 heads B1 ",
+        "windows",
+        "chunked.*128k$",
+        "memory",
+    ]
     code, doc = rehearse(tmp_path / "r.json", *[x for p in picks for x in ("--cells", p)])
     assert code == 0 and doc["complete"] and not doc["not_run"] and not doc["failures"] and doc["dry"]
     sections = {row["case"]["mode"] for row in doc["rows"]}

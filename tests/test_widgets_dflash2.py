@@ -117,7 +117,9 @@ def test_the_rungs_own_schedule_gives_the_longest_most_parts():
     assert splits[0] > max(splits[1:]) >= 1
     lengths = (4096, 256, 256)
     ours = schedules.take_next(schedules.split_tiles(lengths, 2, splits), schedules.PROCESSORS, 1.0)
-    assert schedules.makespan(ours) < schedules.makespan(schedules.take_next(schedules.split_tiles(lengths, 2, 1), schedules.PROCESSORS, 1.0))
+    assert schedules.makespan(ours) < schedules.makespan(
+        schedules.take_next(schedules.split_tiles(lengths, 2, 1), schedules.PROCESSORS, 1.0)
+    )
 
 
 # ---------------------------------------------------------------- explorers
@@ -196,7 +198,9 @@ def test_window_explorer_measures_what_is_hidden():
 
 
 def test_tiles_saved_is_a_count():
-    assert dflash2.tiles_saved(512, 64, 64, 64) == pytest.approx(36 / len(RangeWindows.sink_window(64, 64).visited_tiles(512, 512, True, 64, 64).tiles))
+    assert dflash2.tiles_saved(512, 64, 64, 64) == pytest.approx(
+        36 / len(RangeWindows.sink_window(64, 64).visited_tiles(512, 512, True, 64, 64).tiles)
+    )
 
 
 # ---------------------------------------------------------------- records
@@ -233,7 +237,13 @@ def test_variants_are_compared_with_what_they_build_on():
     ])  # fmt: skip
     [(_, chain, peers)] = dflash2.variant_chains(doc)
     builds_on = {entry["impl"]: before["impl"] for entry, before, _ in chain}
-    assert builds_on == {"hopper_base": V1, "+overlap": "hopper_base", "+pingpong": "+overlap", "+persistent": "+overlap", "+other": "hopper_base"}
+    assert builds_on == {
+        "hopper_base": V1,
+        "+overlap": "hopper_base",
+        "+pingpong": "+overlap",
+        "+persistent": "+overlap",
+        "+other": "hopper_base",
+    }
     text = dflash2.variants(doc).data
     assert "| `+overlap` |" in text and "1.25 x" in text and "not kept barriers cost more" in text and "2.50 x" in text
     assert dict((e["impl"], p) for e, _, p in chain)["+pingpong"] == 1.0 and set(peers) == {"fa3"}

@@ -110,7 +110,9 @@ def in_turn(v1, doc=None):
             f"| {_short(problem)} | {clocks.products:,.0f} : {clocks.softmax:,.0f} | {100 * share:.0f} % | {predicted:.0f} | **{ours['tflops']:.0f}** | {other} |"
         )
         used[results.caption(source)] = source
-    lines.append(f"\n*bf16; {'; '.join(used)}. Predicted from two published rates, {schedules.MMA_FLOPS_PER_CLOCK:,} FLOPs and {schedules.EXPS_PER_CLOCK} exponentials a clock and processor, and the measured product limit.*")
+    lines.append(
+        f"\n*bf16; {'; '.join(used)}. Predicted from two published rates, {schedules.MMA_FLOPS_PER_CLOCK:,} FLOPs and {schedules.EXPS_PER_CLOCK} exponentials a clock and processor, and the measured product limit.*"
+    )
     return Markdown("\n".join(lines))
 
 
@@ -160,7 +162,9 @@ def parity(number=8):
     for name, problem in {
         "decode, ragged": DecodeProblem(B=3, Hq=6, Hkv=2, D=32, Dv=32, lengths=(1, 17, 70), page_size=16, dtype="float16"),
         "decode, 2 new tokens": DecodeProblem(B=1, Hq=4, Hkv=2, D=32, Dv=32, context=40, q_len=2, page_size=16, dtype="float32"),
-        "MLA decode, absorbed": DecodeProblem(B=1, Hq=4, Hkv=1, D=576, Dv=512, latent=True, context=40, page_size=16, scale=192**-0.5, dtype="float16"),
+        "MLA decode, absorbed": DecodeProblem(
+            B=1, Hq=4, Hkv=1, D=576, Dv=512, latent=True, context=40, page_size=16, scale=192**-0.5, dtype="float16"
+        ),
     }.items():
         inputs = problem.make()
         oracle = DecodeOracle(inputs, scale=problem.scale, most_sequences=99)
@@ -230,7 +234,10 @@ def variants(doc=None):
     doc = doc or record("step08_variants")
     if doc is None:
         return missing("step08_variants")
-    lines = ["| problem | switched on | TFLOP/s | predicted gain | measured gain | of FlashAttention-3 | |", "|:--|:--|--:|--:|--:|--:|:--|"]
+    lines = [
+        "| problem | switched on | TFLOP/s | predicted gain | measured gain | of FlashAttention-3 | |",
+        "|:--|:--|--:|--:|--:|--:|:--|",
+    ]
     for case, chain, peers in variant_chains(doc):
         name = _short(_problem(case)) + (", causal" if case["causal"] else ", dense")
         for entry, before, predicted in chain:
@@ -293,7 +300,9 @@ def fusion(doc=None):
             f"| {case['op']} | {case['model']} | {case['T']:,} | {chain['launches']} to {ours['launches']} | {plots.size(chain['bytes'])} to "
             f"{plots.size(ours['bytes'])} | {promise:.2f} x | **{chain['ms']['median'] / ours['ms']['median']:.2f} x** | {' | '.join(times)} |"
         )
-    lines.append(f"\n*Beside the same operations as PyTorch calls, both in CUDA graphs with a cold L2, bf16; {results.caption(doc)}. Bytes promise: as if memory alone bound both.*")
+    lines.append(
+        f"\n*Beside the same operations as PyTorch calls, both in CUDA graphs with a cold L2, bf16; {results.caption(doc)}. Bytes promise: as if memory alone bound both.*"
+    )
     return Markdown("\n".join(lines))
 
 
@@ -355,10 +364,19 @@ def speed(doc, upto=8, mode="prefill"):
         ours = cell.get(OURS)
         if ours is None:
             continue
-        shown = [(f"**{cell[i][rate]:.{0 if rate == 'tflops' else 2}f}**" if i == OURS else f"{cell[i][rate]:.{0 if rate == 'tflops' else 2}f}") if i in cell else "-" for i in (*impls, *peers)]
+        shown = [
+            (f"**{cell[i][rate]:.{0 if rate == 'tflops' else 2}f}**" if i == OURS else f"{cell[i][rate]:.{0 if rate == 'tflops' else 2}f}")
+            if i in cell
+            else "-"
+            for i in (*impls, *peers)
+        ]
         gain = f"{cell[V1]['ms']['median'] / ours['ms']['median']:.2f} x" if V1 in cell else "-"
         lines.append(f"| {ours['cell'].removeprefix(mode + ' ')} | {' | '.join(shown)} | {100 * ours[rate] / limit:.0f} % | {gain} |")
-    kind = "events" if rate == "tflops" else "CUDA-graph launches with a cold L2, TB/s of live K and V; the peers read contiguous memory, the rungs pages of 64"
+    kind = (
+        "events"
+        if rate == "tflops"
+        else "CUDA-graph launches with a cold L2, TB/s of live K and V; the peers read contiguous memory, the rungs pages of 64"
+    )
     lines.append(f"\n*{unit}, bf16, medians of {kind}; {results.caption(doc)}.*")
     return Markdown("\n".join(lines))
 
@@ -369,7 +387,10 @@ def windows(doc):
         return missing(OURS)
     cells = rows_by_cell(doc, "window")
     full = {(c[OURS]["case"]["Sq"], c[OURS]["case"]["causal"]): c[OURS] for c in cells if OURS in c and c[OURS]["case"]["windows"] is None}
-    lines = ["| windows | of causal's pairs | ms | x causal | the pairs promise | x dense | flex_attention, ms | FlashAttention-3, ms |", "|:--|" + "--:|" * 7]
+    lines = [
+        "| windows | of causal's pairs | ms | x causal | the pairs promise | x dense | flex_attention, ms | FlashAttention-3, ms |",
+        "|:--|" + "--:|" * 7,
+    ]
     for cell in cells:
         ours = cell.get(OURS)
         if ours is None or ours["case"]["windows"] is None:
@@ -392,13 +413,17 @@ def memory_and_start(doc):
     lines = []
     peaks = {e["impl"]: e["peak_bytes"] for e in doc["rows"] if e["case"].get("mode") == "memory"}
     if {OURS, V1} <= set(peaks):
-        lines.append(f"- Peak memory of a 128k causal prefill on top of its inputs: step 07 {plots.size(peaks[V1])}, step 08 {plots.size(peaks[OURS])}.")
+        lines.append(
+            f"- Peak memory of a 128k causal prefill on top of its inputs: step 07 {plots.size(peaks[V1])}, step 08 {plots.size(peaks[OURS])}."
+        )
     for entry in doc["rows"]:
         if entry["case"].get("mode") == "first_call":
             case = entry["case"]
             how = f"compiled code {'cached' if case['cache'] == 'warm' else 'not cached'}{', after `warmup`' if case['warmup'] else ''}"
             warm = f", warmup {entry['seconds_warmup']:.1f} s" if case["warmup"] else ""
-            lines.append(f"- First calls, {how}: import {entry['seconds_import']:.2f} s{warm}, prefill {entry['seconds_prefill']:.2f} s, decode {entry['seconds_decode']:.2f} s.")
+            lines.append(
+                f"- First calls, {how}: import {entry['seconds_import']:.2f} s{warm}, prefill {entry['seconds_prefill']:.2f} s, decode {entry['seconds_decode']:.2f} s."
+            )
     return Markdown("\n".join([*lines, f"\n*{results.caption(doc)}.*"]) if lines else "*The record holds no memory and no first call.*")
 
 
@@ -482,7 +507,10 @@ def projection_bytes(tokens, num_heads, num_kv_heads, head_dim, hidden, itemsize
 def projection_table(hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, limits=None):
     """What one launch, and a product with one pass, should gain over three at this machine's limits, as a Markdown table."""
     limits = limits or results.load(V1)["limits"]
-    lines = ["| new tokens | the product moves | and is bound by | passes apart move | product and one pass: predicted gain | one launch: predicted gain |", "|--:|--:|:--|--:|--:|--:|"]
+    lines = [
+        "| new tokens | the product moves | and is bound by | passes apart move | product and one pass: predicted gain | one launch: predicted gain |",
+        "|--:|--:|:--|--:|--:|--:|",
+    ]
     for tokens in (1, 64, 256, 1024, 8192, 32768):
         moved, one_pass, apart = projection_bytes(tokens, num_heads, num_kv_heads, head_dim, hidden)
         arithmetic = 2 * tokens * hidden * (num_heads + 2 * num_kv_heads) * head_dim / limits["matmul_tflops"] / 1e6  # us
@@ -490,7 +518,9 @@ def projection_table(hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, li
         product = max(arithmetic, reading)
         three, two = (product + x / limits["copy_tbs"] / 1e6 for x in (apart, one_pass))
         binds = "memory" if reading > arithmetic else "arithmetic"
-        lines.append(f"| {tokens:,} | {plots.size(moved)} | {binds} | {plots.size(apart)} | {three / two:.3f} x | {three / product:.3f} x |")
+        lines.append(
+            f"| {tokens:,} | {plots.size(moved)} | {binds} | {plots.size(apart)} | {three / two:.3f} x | {three / product:.3f} x |"
+        )
     lines.append(
         f"\n*Hidden size {hidden:,}, {num_heads} query and {num_kv_heads} KV heads of {head_dim}, bf16; predicted from the limits {results.caption(results.load(V1))}; "
         "launches are not counted.*"

@@ -33,7 +33,14 @@ class ScheduleExplorer(Explorer):
         "1 prompt of 64k, 16 heads": ([65536], [65536], 16),
     }
 
-    def __init__(self, batch="1 prompt of 16k, 16 heads", order="heaviest first, head by head", assignment="persistent, fixed stride", causal=True, overhead=1.5):
+    def __init__(
+        self,
+        batch="1 prompt of 16k, 16 heads",
+        order="heaviest first, head by head",
+        assignment="persistent, fixed stride",
+        causal=True,
+        overhead=1.5,
+    ):
         super().__init__()
         self.batch = choice("batch", list(self.BATCHES), batch)
         self.order = choice("order", list(schedules.ORDERS), order)
@@ -49,7 +56,9 @@ class ScheduleExplorer(Explorer):
 
     def pieces(self, order=None, assignment=None):
         """The schedule under the controls, or under another order or assignment."""
-        return schedules.simulate(self.tiles(), order or self.order.value, assignment or self.assignment.value, overhead=self.overhead.value)
+        return schedules.simulate(
+            self.tiles(), order or self.order.value, assignment or self.assignment.value, overhead=self.overhead.value
+        )
 
     def balances(self):
         """{assignment: balance} under the chosen order."""
@@ -231,7 +240,11 @@ class PrefillRoofline(Explorer):
 
     def draw(self):
         rows, points = self.rows(), self.points()
-        levels = [(implementation_title(name), row["tflops"]) for name, row in rows.items() if not name.startswith("step")] if self.peers.value else []
+        levels = (
+            [(implementation_title(name), row["tflops"]) for name, row in rows.items() if not name.startswith("step")]
+            if self.peers.value
+            else []
+        )
         figure = plots.roofline(self.doc["limits"], points, lines=levels, title="Long prefill")
         figure.axes[0].set_xlabel("FLOPs per byte of Q, K, V and output")
         if not points:
