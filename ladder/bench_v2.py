@@ -94,7 +94,9 @@ def prefill_problems(dry=False):
                     if group == 1 and S >= 16384 and (causal or S <= 32768):
                         peers.append(V1)
                     batch = 1 if dry else max(1, 16384 // S)
-                    problem = AttentionProblem(B=batch, Hq=heads, Hkv=heads // group, Sq=run, Sk=run, D=D, Dv=Dv, causal=causal, dtype=_dtype(dry))
+                    problem = AttentionProblem(
+                        B=batch, Hq=heads, Hkv=heads // group, Sq=run, Sk=run, D=D, Dv=Dv, causal=causal, dtype=_dtype(dry)
+                    )
                     size = f"d{D}" if D == Dv else f"d{D}/{Dv}"
                     problems[f"prefill {size} {'causal' if causal else 'dense'} {S // 1024}k {layout}"] = problem, tuple(peers)
     return problems
@@ -114,7 +116,10 @@ def decode_problems(dry=False):
 
     generator = torch.Generator().manual_seed(1)
     random = torch.randint(64, 16384, (64,), generator=generator).tolist()
-    table = {f"decode B{b} {n // 1024}k": cell(b, n) for b, n in ((1, 4096), (1, 32768), (1, 131072), (8, 4096), (8, 32768), (64, 4096), (64, 16384))}
+    table = {
+        f"decode B{b} {n // 1024}k": cell(b, n)
+        for b, n in ((1, 4096), (1, 32768), (1, 131072), (8, 4096), (8, 32768), (64, 4096), (64, 16384))
+    }
     return {
         **table,
         "decode B64 4k q_len 4": cell(64, 4096, q_len=4),
@@ -143,14 +148,21 @@ def _dtype(dry):
 
 def cells(dry=False):
     """Every cell, in the order in which a run that is cut short should have measured them."""
-    found = [Cell("prefill", name, lambda device, peers, args=args: prefill_work(*args, device, peers)) for name, args in prefill_problems(dry).items()]
+    found = [
+        Cell("prefill", name, lambda device, peers, args=args: prefill_work(*args, device, peers))
+        for name, args in prefill_problems(dry).items()
+    ]
     last = [cell for cell in found if "group" in cell.name]  # after everything else, should time run out
     found = [cell for cell in found if "group" not in cell.name]
     for section, problems in (("decode", decode_problems(dry)), ("mla_decode", mla_problems(dry))):
         found += [Cell(section, name, lambda device, peers, p=p: decode_work(p, device, peers)) for name, p in problems.items()]
     for name, S, ranges, names in window_cases(dry):
         found.append(Cell("windows", name, lambda device, peers, a=(S, ranges, names, dry): window_work(*a, device, peers)))
-    for name, B, Hq, Hkv, context, new in (("1 x 128k", 1, 32, 8, 131072, 512), ("1 x 128k MHA", 1, 16, 16, 131072, 512), ("8 x 32k", 8, 32, 8, 32768, 512)):
+    for name, B, Hq, Hkv, context, new in (
+        ("1 x 128k", 1, 32, 8, 131072, 512),
+        ("1 x 128k MHA", 1, 16, 16, 131072, 512),
+        ("8 x 32k", 8, 32, 8, 32768, 512),
+    ):
         context, new = (_scaled(dry, context), 4) if dry else (context, new)
         problem = DecodeProblem(B=B, Hq=Hq, Hkv=Hkv, context=context + new, q_len=new, dtype=_dtype(dry), page_size=4 if dry else 64)
         found.append(Cell("chunked", f"chunked 512 on {name}", lambda device, peers, p=problem: chunked_work(p, device, peers)))
@@ -204,14 +216,17 @@ def decode_work(problem, device, peers=True):
         v1 = lambda: step07_dflash1.mla_decode(q, latent, table, lens, out=outs[V1], workspace=workspace, **options)  # noqa: E731
     else:
         impls[OURS] = lambda: dflash2_decode(q, k_cache, v_cache, table, lens, scale=problem.scale, out=outs[OURS], workspace=ours)
-        v1 = lambda: step07_dflash1.paged_decode(q, k_cache, v_cache, table, lens, scale=problem.scale, out=outs[V1], workspace=workspace)  # noqa: E731
+        options = dict(scale=problem.scale, out=outs[V1], workspace=workspace)
+        v1 = lambda: step07_dflash1.paged_decode(q, k_cache, v_cache, table, lens, **options)  # noqa: E731
         if problem.lengths is None:  # one page a sequence: what the pages cost
             if peers:
                 k, v = (x.transpose(1, 2).contiguous() for x in inputs.contiguous())
             else:
                 k, v = (q.new_zeros(1, problem.capacity, problem.Hkv, width) for width in (problem.D, problem.Dv))
             whole = torch.arange(problem.B, dtype=torch.int32, device=device)[:, None] % len(k)
-            impls["step08_contiguous"] = lambda: dflash2_decode(q, k, v, whole, lens, scale=problem.scale, out=outs["step08_contiguous"], workspace=ours)
+            impls["step08_contiguous"] = lambda: dflash2_decode(
+                q, k, v, whole, lens, scale=problem.scale, out=outs["step08_contiguous"], workspace=ours
+            )
     if device.type == "cuda":
         impls[V1] = v1
         if peers:
@@ -255,19 +270,15 @@ def window_work(S, ranges, names, dry, device, peers=True):
     if "flex" in names and device.type == "cuda" and peers:
         impls["flex"] = _flex_window(S, sink, window)(q, k, v)
     if "fa3" in names and peers and next(p for p in PEERS if p.name == "fa3").why_not(problem, device) is None:
-        from .lab.peers import _fa3_module
-
-        interface = __import__(_fa3_module())
-
-        def fa3():
-            out = interface.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True, window_size=(window - 1, 0))
-            return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
-
-        impls["fa3"] = fa3
+        impls["fa3"] = _fa3_window(q, k, v, window)
     case = {**problem.case(), "mode": "window", "windows": [list(r) for r in ranges]}
     pairs = _visible_pairs(ranges, S)
     oracle = lambda: WindowOracle(q, k, v, ranges, sample_rows=64)  # noqa: E731
-    work = [Work(case, impls, oracle, outs, flops=4 * heads * problem.D * pairs, extra={"visible_share": round(pairs / problem.visible_pairs, 5)})]
+    work = [
+        Work(
+            case, impls, oracle, outs, flops=4 * heads * problem.D * pairs, extra={"visible_share": round(pairs / problem.visible_pairs, 5)}
+        )
+    ]
     for name in ("causal", "dense"):
         if name in names:  # everything that a causal mask, or none, leaves: what the windows save time against
             base = problem.replace(causal=name == "causal")
@@ -287,6 +298,19 @@ def _visible_pairs(ranges, S):
         inside = (position >= first) & (position < last)
         seen = torch.where(inside, torch.minimum(seen, torch.full_like(seen, sink + window)), seen)
     return int(seen.sum())
+
+
+def _fa3_window(q, k, v, window):
+    """FlashAttention-3 with the ``window`` newest keys of each query; it counts those to the left of the query's own."""
+    from .lab.peers import _fa3_module
+
+    interface = __import__(_fa3_module())
+
+    def run():
+        out = interface.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True, window_size=(window - 1, 0))
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return run
 
 
 def _flex_window(S, sink, window):
@@ -309,7 +333,9 @@ def chunked_work(problem, device, peers=True):
     outs = {OURS: torch.empty_like(q)}
     k, v = inputs.contiguous()
     impls = {
-        OURS: lambda: dflash2_paged_prefill(packed, k_cache, v_cache, table, lens, cu, problem.q_len, out=outs[OURS].flatten(0, 1)).view(q.shape),
+        OURS: lambda: dflash2_paged_prefill(packed, k_cache, v_cache, table, lens, cu, problem.q_len, out=outs[OURS].flatten(0, 1)).view(
+            q.shape
+        ),
         "step08_contiguous": lambda: dflash2_attention(q.transpose(1, 2), k, v, causal=True).transpose(1, 2),
     }
     if device.type == "cuda":
@@ -367,7 +393,8 @@ first = time.perf_counter()
 dflash2_decode(q_new, cache, cache, table, lens)
 sync()
 last = time.perf_counter()
-print(json.dumps(dict(seconds_import=imported - start, seconds_warmup=warmed - imported, seconds_prefill=first - warmed, seconds_decode=last - first)))
+seconds = dict(import_=imported - start, warmup=warmed - imported, prefill=first - warmed, decode=last - first)
+print(json.dumps({"seconds_" + name.rstrip("_"): value for name, value in seconds.items()}))
 """
 
 
@@ -449,8 +476,10 @@ class Measure(Bench):
                 after = Parity(False, math.inf, oracle.budget, "raised after it was timed")
             middle = sorted(timings, key=lambda t: t.median)[len(timings) // 2]
             spread = Timing(middle.median, min(t.p20 for t in timings), max(t.p80 for t in timings), sum(t.runs for t in timings))
-            self.add(work.case, impl, timing=spread, flops=work.flops, num_bytes=work.num_bytes, parity=after if before[impl] else before[impl],
-                     cell=name, timed="graph" if clocks[impl] == self.graph else "events", **work.extra)  # fmt: skip
+            self.add(
+                work.case, impl, timing=spread, flops=work.flops, num_bytes=work.num_bytes, parity=after if before[impl] else before[impl],
+                cell=name, timed="graph" if clocks[impl] == self.graph else "events", **work.extra,
+            )  # fmt: skip
 
 
 def run_cell(bench, cell):
@@ -520,7 +549,15 @@ def targets(rows, limits):
 
     def line(what, value, want, most=False):
         if value is not None:
-            lines.append({"what": what, "value": round(value, 4), "want": want, "ok": value <= want if most else value >= want, **({"most": True} if most else {})})
+            lines.append(
+                {
+                    "what": what,
+                    "value": round(value, 4),
+                    "want": want,
+                    "ok": value <= want if most else value >= want,
+                    **({"most": True} if most else {}),
+                }
+            )
 
     prefill = by_cell(rows, "prefill")
     ratios = [r for impls in prefill if (r := faster(impls, "fa3")) is not None]
@@ -554,7 +591,11 @@ def targets(rows, limits):
             line(f"{ours['cell']}: {'TB/s' if few else 'TFLOP/s'}", ours["tbs"] if few else ours["tflops"], 4.2 if few else 600)
         line(f"{ours['cell']}: over fa3", faster(impls, "fa3"), 1.0)
     windows = by_cell(rows, "window")
-    full = {(impls[OURS]["case"]["Sq"], impls[OURS]["case"]["causal"]): impls[OURS] for impls in windows if OURS in impls and impls[OURS]["case"]["windows"] is None}
+    full = {
+        (impls[OURS]["case"]["Sq"], impls[OURS]["case"]["causal"]): impls[OURS]
+        for impls in windows
+        if OURS in impls and impls[OURS]["case"]["windows"] is None
+    }
     for impls in windows:
         ours = impls.get(OURS)
         if ours and ours["case"]["windows"] is not None:
@@ -562,7 +603,11 @@ def targets(rows, limits):
             over = {causal: faster({"full": full[Sq, causal], OURS: ours}, "full") for causal in (False, True) if (Sq, causal) in full}
             if ours["case"]["windows"][0][1] is None:
                 line(f"{ours['cell']}: over dense", over.get(False), 20)
-                line(f"{ours['cell']}: over causal, as a share of what the pairs left promise", over[True] * ours["visible_share"] if over.get(True) else None, 0.8)
+                line(
+                    f"{ours['cell']}: over causal, as a share of what the pairs left promise",
+                    over[True] * ours["visible_share"] if over.get(True) else None,
+                    0.8,
+                )
             line(f"{ours['cell']}: over flex_attention", faster(impls, "flex"), 1.5)
             line(f"{ours['cell']}: over fa3", faster(impls, "fa3"), 1.0)
     for impls in by_cell(rows, "chunked"):
@@ -616,7 +661,9 @@ def kept_rows(path, rows, machine):
     old = results.load(str(path))
     same = ("gpu", "torch", "triton")
     if any(old["machine"].get(k) != machine.get(k) for k in same):
-        raise ValueError(f"{path} was recorded on {[old['machine'].get(k) for k in same]}, this is {[machine.get(k) for k in same]}; want the same")
+        raise ValueError(
+            f"{path} was recorded on {[old['machine'].get(k) for k in same]}, this is {[machine.get(k) for k in same]}; want the same"
+        )
     now = {repr(sorted(entry["case"].items(), key=str)) for entry in rows}
     stamp = {"commit": old["commit"], "recorded": old["recorded"]}
     return [{**stamp, **entry} for entry in old["rows"] if repr(sorted(entry["case"].items(), key=str)) not in now]
@@ -631,7 +678,9 @@ def main(argv=None):
     parser.add_argument("--minutes", type=float, default=6.0, help="start no new cell after this long")
     parser.add_argument("--keep", action="store_true", help="keep rows of the file for cases that this run does not measure")
     parser.add_argument("--list", action="store_true", help="print the names of the cells and stop")
-    parser.add_argument("--dry", action="store_true", help="every cell at a thousandth of its length, on any device: a rehearsal, no result")
+    parser.add_argument(
+        "--dry", action="store_true", help="every cell at a thousandth of its length, on any device: a rehearsal, no result"
+    )
     parser.add_argument("--no-warm", action="store_true", help="do not compile ahead in other processes")
     parser.add_argument("--warm", nargs=2, type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -676,8 +725,10 @@ def _measure(bench, todo, limits: Limits, args):
     def save():
         kept = kept_rows(args.json, bench.rows, machine) if args.keep and args.json != "-" else []
         rows = bench.rows + kept
-        doc = results.document(rows, device=bench.device, limits=limits, complete=not left and stopped is None, not_run=[c.name for c in left],
-                               must_reach=targets(rows, limits), failures=bench.failures, **({"dry": True} if bench.dry else {}))  # fmt: skip
+        doc = results.document(
+            rows, device=bench.device, limits=limits, complete=not left and stopped is None, not_run=[c.name for c in left],
+            must_reach=targets(rows, limits), failures=bench.failures, **({"dry": True} if bench.dry else {}),
+        )  # fmt: skip
         if stopped:
             doc["stopped"] = stopped
         if args.json != "-" or not left or stopped:
@@ -712,7 +763,9 @@ def report(doc):
         for what, count, mean, low, where in ratio_summary(doc["rows"], peer):
             print(f"x {peer:15} {what:28} {count:3} cases, geometric mean {mean:6.3f}, least {low:6.3f} at {where}")
     for entry in doc["must_reach"]:
-        print(f"{'ok  ' if entry['ok'] else 'MISS'} {entry['value']:9.3f} (want {'<=' if entry.get('most') else '>='} {entry['want']}) {entry['what']}")
+        print(
+            f"{'ok  ' if entry['ok'] else 'MISS'} {entry['value']:9.3f} (want {'<=' if entry.get('most') else '>='} {entry['want']}) {entry['what']}"
+        )
     for failure in doc["failures"]:
         print("failed:", failure)
     if not doc["complete"]:

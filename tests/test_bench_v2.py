@@ -1,6 +1,9 @@
 """The bench of rung 08: every cell rehearsed small, wrong answers and interruptions recorded as such, ratios computed right."""
 
+import importlib.machinery
 import math
+import sys
+import types
 
 import pytest
 import torch
@@ -35,7 +38,17 @@ def rehearse(path, *args):
 
 
 def test_every_section_rehearses_right(tmp_path):
-    picks = ["d128 causal (1|128)k", "dense 32k (MHA|group 6)", "decode B1 4k", "ragged", "q_len 4", "16 heads B1 ", "windows", "chunked.*128k$", "memory"]
+    picks = [
+        "d128 causal (1|128)k",
+        "dense 32k (MHA|group 6)",
+        "decode B1 4k",
+        "ragged",
+        "q_len 4",
+        "16 heads B1 ",
+        "windows",
+        "chunked.*128k$",
+        "memory",
+    ]
     code, doc = rehearse(tmp_path / "r.json", *[x for p in picks for x in ("--cells", p)])
     assert code == 0 and doc["complete"] and not doc["not_run"] and not doc["failures"] and doc["dry"]
     sections = {row["case"]["mode"] for row in doc["rows"]}
@@ -262,3 +275,70 @@ def test_compiling_ahead_runs_every_cell(capsys):
     for cell in bench_v2.chosen_cells(["decode", "windows", "chunked"], None, True):
         for work in cell.build(torch.device("cpu"), False):
             assert OURS in work.impls and work.impls[OURS]().isfinite().all(), cell.name
+
+
+# ---------------------------------------------------------------- the peer that this machine has not
+
+
+def attend(q, k, v, scale, left=None, extra=None):
+    """One sequence in FlashAttention's layout (S, H, D), causal to the bottom right; extra: added to the scores of a KV head."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1).double() for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k)
+    if extra is not None:
+        scores = scores + torch.einsum("qhd,khd->hqk", extra.double(), v)
+    position = torch.arange(len(q))[:, None] + len(k) - len(q)
+    key = torch.arange(len(k))
+    hidden = (key > position) | (key < position - (len(k) if left is None else left))
+    probs = torch.softmax((scores * scale).masked_fill(hidden, -math.inf), -1)
+    return torch.einsum("hqk,khd->qhd", probs, v)
+
+
+@pytest.fixture
+def fa3(monkeypatch):
+    """A module of that name with the two functions that are called, as their documentation defines them."""
+    module = types.ModuleType("fa3_fwd_interface")
+    module.__spec__ = importlib.machinery.ModuleSpec("fa3_fwd_interface", None)
+
+    def flash_attn_func(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1)):
+        assert causal and window_size[1] == 0
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        return torch.stack([attend(*x, scale, left=window_size[0]) for x in zip(q, k, v)]).to(q.dtype)
+
+    def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, softmax_scale=None, causal=False, qv=None):
+        assert causal and cache_seqlens.dtype == torch.int32
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        outs = [
+            attend(q[b], k_cache[b, :n], v_cache[b, :n], scale, extra=None if qv is None else qv[b]) + 0.0 * v_cache[b].double().sum()
+            for b, n in enumerate(cache_seqlens.tolist())  # the kernel multiplies what lies past the length by zero: no NaN there
+        ]
+        return torch.stack(outs).to(q.dtype)
+
+    module.flash_attn_func, module.flash_attn_with_kvcache = flash_attn_func, flash_attn_with_kvcache
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", module)
+    monkeypatch.setattr("ladder.lab.decode._on_hopper", lambda x: True)
+    return module
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        DecodeProblem(B=3, Hq=4, Hkv=2, D=16, Dv=16, lengths=(5, 17, 9), page_size=4),
+        DecodeProblem(B=2, Hq=4, Hkv=1, D=16, Dv=16, context=12, q_len=3, page_size=4, scale=0.3),
+        DecodeProblem(B=2, Hq=3, Hkv=1, D=24, Dv=16, latent=True, context=10, page_size=4, scale=0.2),
+    ],
+    ids=["ragged", "new tokens", "latent"],
+)
+def test_fa3_is_given_the_same_problem_without_pages(fa3, problem):
+    inputs = problem.make()
+    run = bench_v2.contiguous_peers(problem, inputs)["fa3"]
+    parity = bench_v2.DecodeOracle(inputs, scale=problem.scale, most_sequences=9).check(run())
+    assert parity.ok, parity.reason
+
+
+def test_fa3_is_given_the_same_window(fa3):
+    q, k, v = (torch.randn(1, 2, 24, 16, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(3))
+    for window in (1, 5, 24):
+        parity = WindowOracle(q, k, v, [(0, None, 0, window)]).check(bench_v2._fa3_window(q, k, v, window)())
+        assert parity.ok, parity.reason
+    assert not WindowOracle(q, k, v, [(0, None, 0, 6)]).check(bench_v2._fa3_window(q, k, v, 5)()).ok

@@ -117,7 +117,9 @@ def test_the_rungs_own_schedule_gives_the_longest_most_parts():
     assert splits[0] > max(splits[1:]) >= 1
     lengths = (4096, 256, 256)
     ours = schedules.take_next(schedules.split_tiles(lengths, 2, splits), schedules.PROCESSORS, 1.0)
-    assert schedules.makespan(ours) < schedules.makespan(schedules.take_next(schedules.split_tiles(lengths, 2, 1), schedules.PROCESSORS, 1.0))
+    assert schedules.makespan(ours) < schedules.makespan(
+        schedules.take_next(schedules.split_tiles(lengths, 2, 1), schedules.PROCESSORS, 1.0)
+    )
 
 
 # ---------------------------------------------------------------- explorers
@@ -196,7 +198,9 @@ def test_window_explorer_measures_what_is_hidden():
 
 
 def test_tiles_saved_is_a_count():
-    assert dflash2.tiles_saved(512, 64, 64, 64) == pytest.approx(36 / len(RangeWindows.sink_window(64, 64).visited_tiles(512, 512, True, 64, 64).tiles))
+    assert dflash2.tiles_saved(512, 64, 64, 64) == pytest.approx(
+        36 / len(RangeWindows.sink_window(64, 64).visited_tiles(512, 512, True, 64, 64).tiles)
+    )
 
 
 # ---------------------------------------------------------------- records
@@ -233,7 +237,13 @@ def test_variants_are_compared_with_what_they_build_on():
     ])  # fmt: skip
     [(_, chain, peers)] = dflash2.variant_chains(doc)
     builds_on = {entry["impl"]: before["impl"] for entry, before, _ in chain}
-    assert builds_on == {"hopper_base": V1, "+overlap": "hopper_base", "+pingpong": "+overlap", "+persistent": "+overlap", "+other": "hopper_base"}
+    assert builds_on == {
+        "hopper_base": V1,
+        "+overlap": "hopper_base",
+        "+pingpong": "+overlap",
+        "+persistent": "+overlap",
+        "+other": "hopper_base",
+    }
     text = dflash2.variants(doc).data
     assert "| `+overlap` |" in text and "1.25 x" in text and "not kept barriers cost more" in text and "2.50 x" in text
     assert dict((e["impl"], p) for e, _, p in chain)["+pingpong"] == 1.0 and set(peers) == {"fa3"}
@@ -249,10 +259,15 @@ def test_persistence_is_predicted_by_the_simulation():
 
 
 def test_fusion_table_follows_its_rows():
-    case = {"mode": "fusion", "op": "qkv_rope_append", "tokens": 64, "hidden": 4096}
-    doc = document([timed(case, "fused", 1.0, bytes_moved=5e9), timed(case, "separate", 2.0, bytes_moved=8e9), timed({**case, "tokens": 1}, "separate", 2.0)])
+    case = {"mode": "fusion", "op": "qkv", "model": "a model", "T": 64, "hidden": 4096}
+    row = dict(launches=1, bytes=5e9)
+    doc = document([
+        timed(case, "torch", 2.0, launches=9, bytes=8e9), timed(case, OURS, 1.0, **row), timed(case, "one_launch", 0.75, **row), timed(case, "two_launches", 1.0, **row),
+        timed({**case, "T": 8}, "torch", 2.0, **row), timed({**case, "T": 8}, OURS, 0.1, ok=False, **row),
+    ])  # fmt: skip
     text = dflash2.fusion(doc).data
-    assert text.count("qkv_rope_append") == 1 and "8 GB" in text and "38 %" in text and "1.60 x" in text and "2.00 x" in text
+    assert "| qkv | a model | 64 | 9 to 1 | 8 GB to 5 GB | 1.60 x | **2.00 x** | 750 | 1e+03 |" in text
+    assert "| 8 |" not in text, "a wrong answer has no speed"
 
 
 def test_tables_of_a_recorded_run():
@@ -284,9 +299,20 @@ def test_step_07_is_read_from_its_record():
 
 
 def test_projection_bytes_are_counted():
-    fused, passes = dflash2.projection_bytes(2, num_heads=4, num_kv_heads=1, head_dim=8, hidden=16)
-    assert fused == 2 * (2 * 16 + 16 * 48 + 2 * 48)
-    assert passes == 2 * (2 * 2 * 40 + 2 * 2 * 16)
+    product, one_pass, apart = dflash2.projection_bytes(2, num_heads=4, num_kv_heads=1, head_dim=8, hidden=16)
+    assert product == 2 * (2 * 16 + 16 * 48 + 2 * 48)
+    assert one_pass == 2 * 2 * 2 * 48 and apart == 2 * (2 * 2 * 40 + 2 * 2 * 16)
+    assert "memory" in dflash2.projection_table().data and "arithmetic" in dflash2.projection_table().data
+
+
+def test_the_hopper_kernel_is_read_not_imported():
+    names = list(dflash2._functions("hopper_kernel.py"))
+    assert "dflash2_fold" in names
+    assert all(name in dflash2.hopper_code(*names[:3]).data for name in names[:3])
+    shown = dflash2.HopperSource("dflash2_fold")
+    assert "warpgroup_mma" in shown._repr_html_() and repr(shown).endswith("dflash2_fold") and '"""' not in shown._repr_html_()
+    with pytest.raises(KeyError):
+        dflash2.HopperSource("no_such_function")
 
 
 def test_small_figures_are_drawn():

@@ -266,8 +266,7 @@ def contiguous_peers(problem, inputs):
     """
     q = inputs.q
     name = next((n for n in ("fa3_fwd_interface", "flash_attn_interface") if util.find_spec(n)), None)
-    hopper = q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) == (9, 0)
-    if name is None or not hopper or problem.dtype != "bfloat16":
+    if name is None or not _on_hopper(q) or problem.dtype != "bfloat16":
         return {}
     interface = __import__(name)
     k, v = inputs.padded()
@@ -283,3 +282,7 @@ def contiguous_peers(problem, inputs):
         return out[0] if isinstance(out, tuple) else out
 
     return {"fa3": fa3}
+
+
+def _on_hopper(x):
+    return x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) == (9, 0)

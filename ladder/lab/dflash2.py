@@ -1,16 +1,13 @@
 """What chapter 08 reads: recorded prefill, decode, windows, variants and fusion of step 08, and what to say where a record is missing.
 
 Four files in ``notebooks/results``: ``step08_dflash2`` (``ladder.bench_v2``), ``step08_variants`` (the Hopper kernel with its
-ideas switched on in turn), ``step08_fusion`` (``ladder.bench_fusion`` or whatever recorded it). A missing file is said in words
-in the place of its table, so that the chapter runs before it is recorded.
+ideas switched on in turn), ``step08_fusion`` (``ladder.bench_fusion``). A missing file is said in words in the place of its
+table, so that the chapter runs before it is recorded.
 
 Rows of ``step08_variants``, schema 1 of ``lab.results``: ``case`` of a prefill, ``impl`` the variant ("hopper_base", "+overlap",
 "+pingpong", ...) in the order in which they were switched on, and, where known, ``over`` (the impl it builds on; the row before it
 by default), ``predicted`` (the factor over that), ``why`` (one sentence), ``kept`` (False when the kernel went without it). Peers
 measured in the same run have their usual names.
-
-Rows of ``step08_fusion``: ``case`` with "mode": "fusion", "op" (what is computed) and its sizes, ``impl`` "fused" or how it is done
-without ("eager", "separate", ...), and ``bytes_moved``.
 """
 
 import os
@@ -35,7 +32,7 @@ OURS, V1 = "step08_dflash2", "step07_dflash1"
 RECORDS = {
     OURS: "python -m ladder.bench_v2 --json notebooks/results/step08_dflash2.json",
     "step08_variants": "the variants of the Hopper kernel, measured side by side,",
-    "step08_fusion": "fused and separate operators, measured side by side,",
+    "step08_fusion": "python -m ladder.bench_fusion --json notebooks/results/step08_fusion.json",
 }
 
 
@@ -113,7 +110,9 @@ def in_turn(v1, doc=None):
             f"| {_short(problem)} | {clocks.products:,.0f} : {clocks.softmax:,.0f} | {100 * share:.0f} % | {predicted:.0f} | **{ours['tflops']:.0f}** | {other} |"
         )
         used[results.caption(source)] = source
-    lines.append(f"\n*bf16; {'; '.join(used)}. Predicted from two published rates, {schedules.MMA_FLOPS_PER_CLOCK:,} FLOPs and {schedules.EXPS_PER_CLOCK} exponentials a clock and processor, and the measured product limit.*")
+    lines.append(
+        f"\n*bf16; {'; '.join(used)}. Predicted from two published rates, {schedules.MMA_FLOPS_PER_CLOCK:,} FLOPs and {schedules.EXPS_PER_CLOCK} exponentials a clock and processor, and the measured product limit.*"
+    )
     return Markdown("\n".join(lines))
 
 
@@ -141,7 +140,7 @@ def parity(number=8):
     prefill = [
         ("MiniLM, real input, causal", minilm, {}),
         ("noise, Sq > Sk, causal", noise.replace(Sk=40), {}),
-        ("group of 6, dense, float32", noise.replace(Hq=6, Hkv=1, causal=False, dtype="float32"), {}),
+        ("group of 6, dense", noise.replace(Hq=6, Hkv=1, causal=False, dtype="float32"), {}),
         ("MLA prefill heads, 192 / 128", noise.replace(Hq=1, Hkv=1, Sq=48, Sk=48, D=192, Dv=128), {}),
         ("MiniLM, sink 4 + window 32", minilm, dict(windows=windows.sink_window(4, 32), ranges=[(0, None, 4, 32)])),
         ("MiniLM, local prefix, full tail of 16", minilm, dict(windows=windows.prefix_local(-16, 4, 32), ranges=[(0, -16, 4, 32)])),
@@ -163,7 +162,9 @@ def parity(number=8):
     for name, problem in {
         "decode, ragged": DecodeProblem(B=3, Hq=6, Hkv=2, D=32, Dv=32, lengths=(1, 17, 70), page_size=16, dtype="float16"),
         "decode, 2 new tokens": DecodeProblem(B=1, Hq=4, Hkv=2, D=32, Dv=32, context=40, q_len=2, page_size=16, dtype="float32"),
-        "MLA decode, absorbed": DecodeProblem(B=1, Hq=4, Hkv=1, D=576, Dv=512, latent=True, context=40, page_size=16, scale=192**-0.5, dtype="float16"),
+        "MLA decode, absorbed": DecodeProblem(
+            B=1, Hq=4, Hkv=1, D=576, Dv=512, latent=True, context=40, page_size=16, scale=192**-0.5, dtype="float16"
+        ),
     }.items():
         inputs = problem.make()
         oracle = DecodeOracle(inputs, scale=problem.scale, most_sequences=99)
@@ -233,7 +234,10 @@ def variants(doc=None):
     doc = doc or record("step08_variants")
     if doc is None:
         return missing("step08_variants")
-    lines = ["| problem | switched on | TFLOP/s | predicted gain | measured gain | of FlashAttention-3 | |", "|:--|:--|--:|--:|--:|--:|:--|"]
+    lines = [
+        "| problem | switched on | TFLOP/s | predicted gain | measured gain | of FlashAttention-3 | |",
+        "|:--|:--|--:|--:|--:|--:|:--|",
+    ]
     for case, chain, peers in variant_chains(doc):
         name = _short(_problem(case)) + (", causal" if case["causal"] else ", dense")
         for entry, before, predicted in chain:
@@ -281,38 +285,34 @@ def _problem(case):
 
 
 def fusion(doc=None):
-    """Bytes that fused operators save and what that gave, as a Markdown table."""
+    """What the fused calls save in launches and bytes beside PyTorch's chains, and what that gave, as a Markdown table."""
     doc = doc or record("step08_fusion")
     if doc is None:
         return missing("step08_fusion")
-    lines = ["| operator | sizes | done without | bytes without | bytes fused | saved | predicted | measured |", "|:--|:--|:--|--:|--:|--:|--:|--:|"]
-    for case, fused, others in fusion_pairs(doc):
-        sizes = ", ".join(f"{k} {v}" for k, v in case.items() if k not in ("mode", "op", "dtype") and not isinstance(v, (dict, list)))
-        for other in others:
-            a, b = other.get("bytes_moved"), fused.get("bytes_moved")
-            saved = f"{100 * (1 - b / a):.0f} %" if a and b else "-"
-            predicted = fused.get("predicted") or (a / b if a and b else None)
-            gain = other["ms"]["median"] / fused["ms"]["median"]
-            lines.append(
-                f"| {case.get('op', case['mode'])} | {sizes} | {other['impl']} | {plots.size(a) if a else '-'} | {plots.size(b) if b else '-'} "
-                f"| {saved} | {_factor(predicted)} | **{_factor(gain)}** |"
-            )
-    lines.append(f"\n*Predicted: the ratio of bytes, as if memory alone bound both; {results.caption(doc)}.*")
+    lines = [
+        "| call | model | new tokens | launches | bytes | bytes promise | measured | one launch, us | two launches, us |",
+        "|:--|:--|--:|--:|--:|--:|--:|--:|--:|",
+    ]  # fmt: skip
+    for case, ours, chain, ways in fusion_pairs(doc):
+        promise = chain["bytes"] / ours["bytes"]
+        times = [f"{1e3 * ways[name]['ms']['median']:.3g}" if name in ways else "-" for name in ("one_launch", "two_launches")]
+        lines.append(
+            f"| {case['op']} | {case['model']} | {case['T']:,} | {chain['launches']} to {ours['launches']} | {plots.size(chain['bytes'])} to "
+            f"{plots.size(ours['bytes'])} | {promise:.2f} x | **{chain['ms']['median'] / ours['ms']['median']:.2f} x** | {' | '.join(times)} |"
+        )
+    lines.append(
+        f"\n*Beside the same operations as PyTorch calls, both in CUDA graphs with a cold L2, bf16; {results.caption(doc)}. Bytes promise: as if memory alone bound both.*"
+    )
     return Markdown("\n".join(lines))
 
 
 def fusion_pairs(doc):
-    """[(case, the fused row, [rows of the other ways])] of a fusion document."""
+    """[(case, step 08's row, the row of PyTorch's chain, {"one_launch", "two_launches": row})] of a fusion document."""
     cases = {}
     for entry in doc["rows"]:
-        if "ms" in entry:
-            cases.setdefault(tuple(sorted((k, str(v)) for k, v in entry["case"].items())), []).append(entry)
-    pairs = []
-    for entries in cases.values():
-        ours = [e for e in entries if e["impl"].startswith(("fused", "step08"))]
-        if ours and len(entries) > len(ours):
-            pairs.append((ours[0]["case"], ours[0], [e for e in entries if e not in ours]))
-    return pairs
+        if "ms" in entry and entry.get("ok") is not False:
+            cases.setdefault(tuple(sorted((k, str(v)) for k, v in entry["case"].items())), {})[entry["impl"]] = entry
+    return [(ways[OURS]["case"], ways[OURS], ways["torch"], ways) for ways in cases.values() if {OURS, "torch"} <= set(ways)]
 
 
 # ---------------------------------------------------------------- prefill, decode, windows, memory
@@ -364,10 +364,19 @@ def speed(doc, upto=8, mode="prefill"):
         ours = cell.get(OURS)
         if ours is None:
             continue
-        shown = [(f"**{cell[i][rate]:.{0 if rate == 'tflops' else 2}f}**" if i == OURS else f"{cell[i][rate]:.{0 if rate == 'tflops' else 2}f}") if i in cell else "-" for i in (*impls, *peers)]
+        shown = [
+            (f"**{cell[i][rate]:.{0 if rate == 'tflops' else 2}f}**" if i == OURS else f"{cell[i][rate]:.{0 if rate == 'tflops' else 2}f}")
+            if i in cell
+            else "-"
+            for i in (*impls, *peers)
+        ]
         gain = f"{cell[V1]['ms']['median'] / ours['ms']['median']:.2f} x" if V1 in cell else "-"
         lines.append(f"| {ours['cell'].removeprefix(mode + ' ')} | {' | '.join(shown)} | {100 * ours[rate] / limit:.0f} % | {gain} |")
-    kind = "events" if rate == "tflops" else "CUDA-graph launches with a cold L2, TB/s of live K and V; the peers read contiguous memory, the rungs pages of 64"
+    kind = (
+        "events"
+        if rate == "tflops"
+        else "CUDA-graph launches with a cold L2, TB/s of live K and V; the peers read contiguous memory, the rungs pages of 64"
+    )
     lines.append(f"\n*{unit}, bf16, medians of {kind}; {results.caption(doc)}.*")
     return Markdown("\n".join(lines))
 
@@ -378,7 +387,10 @@ def windows(doc):
         return missing(OURS)
     cells = rows_by_cell(doc, "window")
     full = {(c[OURS]["case"]["Sq"], c[OURS]["case"]["causal"]): c[OURS] for c in cells if OURS in c and c[OURS]["case"]["windows"] is None}
-    lines = ["| windows | of causal's pairs | ms | x causal | the pairs promise | x dense | flex_attention, ms | FlashAttention-3, ms |", "|:--|" + "--:|" * 7]
+    lines = [
+        "| windows | of causal's pairs | ms | x causal | the pairs promise | x dense | flex_attention, ms | FlashAttention-3, ms |",
+        "|:--|" + "--:|" * 7,
+    ]
     for cell in cells:
         ours = cell.get(OURS)
         if ours is None or ours["case"]["windows"] is None:
@@ -401,13 +413,17 @@ def memory_and_start(doc):
     lines = []
     peaks = {e["impl"]: e["peak_bytes"] for e in doc["rows"] if e["case"].get("mode") == "memory"}
     if {OURS, V1} <= set(peaks):
-        lines.append(f"- Peak memory of a 128k causal prefill on top of its inputs: step 07 {plots.size(peaks[V1])}, step 08 {plots.size(peaks[OURS])}.")
+        lines.append(
+            f"- Peak memory of a 128k causal prefill on top of its inputs: step 07 {plots.size(peaks[V1])}, step 08 {plots.size(peaks[OURS])}."
+        )
     for entry in doc["rows"]:
         if entry["case"].get("mode") == "first_call":
             case = entry["case"]
             how = f"compiled code {'cached' if case['cache'] == 'warm' else 'not cached'}{', after `warmup`' if case['warmup'] else ''}"
             warm = f", warmup {entry['seconds_warmup']:.1f} s" if case["warmup"] else ""
-            lines.append(f"- First calls, {how}: import {entry['seconds_import']:.2f} s{warm}, prefill {entry['seconds_prefill']:.2f} s, decode {entry['seconds_decode']:.2f} s.")
+            lines.append(
+                f"- First calls, {how}: import {entry['seconds_import']:.2f} s{warm}, prefill {entry['seconds_prefill']:.2f} s, decode {entry['seconds_decode']:.2f} s."
+            )
     return Markdown("\n".join([*lines, f"\n*{results.caption(doc)}.*"]) if lines else "*The record holds no memory and no first call.*")
 
 
@@ -477,27 +493,34 @@ def split_picture(lengths=(32768, *[1024] * 15), kv_heads=8):
 
 
 def projection_bytes(tokens, num_heads, num_kv_heads, head_dim, hidden, itemsize=2):
-    """(fused, passes): bytes of the QKV projection that also rotates and appends, and of the passes that it makes needless.
+    """(product, one pass, passes apart): bytes of the QKV projection and of what follows it.
 
-    Apart, RoPE reads and writes q and k once more, and the append reads and writes k and v.
+    Apart, RoPE reads and writes q and k, and the append reads and writes k and v; one pass reads and writes each once.
     """
     queries, keys = num_heads * head_dim, num_kv_heads * head_dim
-    fused = tokens * hidden + hidden * (queries + 2 * keys) + tokens * (queries + 2 * keys)
-    passes = 2 * tokens * (queries + keys) + 2 * tokens * 2 * keys
-    return itemsize * fused, itemsize * passes
+    product = tokens * hidden + hidden * (queries + 2 * keys) + tokens * (queries + 2 * keys)
+    one_pass = 2 * tokens * (queries + 2 * keys)
+    apart = 2 * tokens * (queries + keys) + 2 * tokens * 2 * keys
+    return itemsize * product, itemsize * one_pass, itemsize * apart
 
 
 def projection_table(hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, limits=None):
-    """What the passes after the projection cost beside it at this machine's limits, as a Markdown table of predictions."""
+    """What one launch, and a product with one pass, should gain over three at this machine's limits, as a Markdown table."""
     limits = limits or results.load(V1)["limits"]
-    lines = ["| new tokens | bytes fused | bytes of the passes saved | the product is bound by | the passes take | apart over fused |", "|--:|--:|--:|:--|--:|--:|"]
+    lines = [
+        "| new tokens | the product moves | and is bound by | passes apart move | product and one pass: predicted gain | one launch: predicted gain |",
+        "|--:|--:|:--|--:|--:|--:|",
+    ]
     for tokens in (1, 64, 256, 1024, 8192, 32768):
-        fused, passes = projection_bytes(tokens, num_heads, num_kv_heads, head_dim, hidden)
+        moved, one_pass, apart = projection_bytes(tokens, num_heads, num_kv_heads, head_dim, hidden)
         arithmetic = 2 * tokens * hidden * (num_heads + 2 * num_kv_heads) * head_dim / limits["matmul_tflops"] / 1e6  # us
-        reading = fused / limits["read_tbs"] / 1e6
-        product, extra = max(arithmetic, reading), passes / limits["copy_tbs"] / 1e6
+        reading = moved / limits["read_tbs"] / 1e6
+        product = max(arithmetic, reading)
+        three, two = (product + x / limits["copy_tbs"] / 1e6 for x in (apart, one_pass))
         binds = "memory" if reading > arithmetic else "arithmetic"
-        lines.append(f"| {tokens:,} | {plots.size(fused)} | {plots.size(passes)} | {binds} | {100 * extra / product:.1f} % of it | {1 + extra / product:.2f} |")
+        lines.append(
+            f"| {tokens:,} | {plots.size(moved)} | {binds} | {plots.size(apart)} | {three / two:.3f} x | {three / product:.3f} x |"
+        )
     lines.append(
         f"\n*Hidden size {hidden:,}, {num_heads} query and {num_kv_heads} KV heads of {head_dim}, bf16; predicted from the limits {results.caption(results.load(V1))}; "
         "launches are not counted.*"
@@ -505,16 +528,38 @@ def projection_table(hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, li
     return Markdown("\n".join(lines))
 
 
-def hopper_code():
-    """The functions of the Hopper kernel and the first line of what each says of itself, as a Markdown table; read, not imported."""
+def _functions(file):
+    """{name: (docstring, source)} of the functions in a file of step 08: read, not imported, so that no GPU is needed."""
     import ast
 
-    folder = Path(__file__).resolve().parents[1] / OURS
-    lines = ["| file | function | what it does |", "|:--|:--|:--|"]
-    for path in sorted(folder.glob("hopper*.py")):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef) and (said := ast.get_docstring(node)):
-                lines.append(f"| `{path.name}` | `{node.name}` | {said.splitlines()[0]} |")
-    if len(lines) == 2:
+    path = Path(__file__).resolve().parents[1] / OURS / file
+    text = path.read_text() if path.exists() else ""
+    nodes = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    return {node.name: (ast.get_docstring(node), ast.get_source_segment(text, node)) for node in nodes}
+
+
+def hopper_code(*names):
+    """What some functions of the Hopper kernel say of themselves, as a Markdown table."""
+    found = _functions("hopper_kernel.py")
+    if not found:
         return Markdown("*The Hopper kernel is not part of this checkout: step 08 runs its portable kernel everywhere.*")
-    return Markdown("\n".join(lines))
+    lines = [f"| `{name}` | {' '.join((found[name][0] or '').split())} |" for name in names]
+    return Markdown("\n".join(["| function | what it does |", "|:--|:--|", *lines]))
+
+
+class HopperSource:
+    """The source of one function of the Hopper kernel, highlighted."""
+
+    def __init__(self, name):
+        self.name, self.code = name, _functions("hopper_kernel.py")[name][1]
+
+    def __repr__(self):
+        return f"source of ladder/{OURS}/hopper_kernel.py: {self.name}"
+
+    def _repr_html_(self):
+        from .widgets import _PRE, _without_docstrings, highlight
+
+        return (
+            f'<div style="border-left:4px solid {plots.BLUE};padding:2px 10px;margin:6px 0"><b>ladder/{OURS}/hopper_kernel.py: {self.name}</b>'
+            f'<pre style="{_PRE}">{highlight(_without_docstrings(self.code + chr(10)).rstrip())}</pre></div>'
+        )

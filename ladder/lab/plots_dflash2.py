@@ -47,7 +47,15 @@ def draw_balances(axes, values, chosen):
     place = np.arange(len(labels))[::-1]
     for y, label in zip(place, labels):
         mark = label == chosen
-        axes.barh(y, 100 * values[label], color=plots.BLUE if mark else plots.SKY, hatch="///" if mark else None, edgecolor=plots.INK, lw=0.6, height=0.7)
+        axes.barh(
+            y,
+            100 * values[label],
+            color=plots.BLUE if mark else plots.SKY,
+            hatch="///" if mark else None,
+            edgecolor=plots.INK,
+            lw=0.6,
+            height=0.7,
+        )
         axes.text(100 * values[label] + 1, y, f"{100 * values[label]:.0f}", va="center", fontsize=8.5)
     axes.set_yticks(place, labels, fontsize=8.5)
     for text, label in zip(axes.get_yticklabels(), labels):
@@ -65,7 +73,11 @@ def pipelines(step_clocks, kinds=schedules.PIPELINES, steps=5, title="", note=""
         for b in bursts:
             lane = 0 if b.unit == "softmax" else 1
             hatch = "///" if b.group else None
-            axis.add_patch(Rectangle((b.start, lane), b.end - b.start, 0.82, facecolor=GROUP_COLOURS[b.group], edgecolor=plots.INK, lw=0.6, hatch=hatch))
+            axis.add_patch(
+                Rectangle(
+                    (b.start, lane), b.end - b.start, 0.82, facecolor=GROUP_COLOURS[b.group], edgecolor=plots.INK, lw=0.6, hatch=hatch
+                )
+            )
             name = {"scores": "S", "softmax": "e", "values": "V"}[b.what]
             if b.end - b.start > 0.016 * steps * (step_clocks.products + step_clocks.softmax):
                 style = dict(boxstyle="round,pad=0.08", fc=plots.PAPER, ec="none", alpha=0.85) if hatch else None
@@ -99,8 +111,11 @@ def draw_windows(axes, seqlen, ranges_, block_m, block_n, causal):
     axes.set_xticks([0, seqlen // 2, seqlen])
     axes.set_yticks([0, seqlen // 2, seqlen])
     axes.legend(
-        handles=[Patch(facecolor=plots.SKY, edgecolor=plots.INK, label="whole"), Patch(facecolor=plots.ORANGE, edgecolor=plots.INK, hatch="///", label="masked"),
-                 Patch(facecolor=plots.PAPER, edgecolor=plots.GREY, label="never loaded")],
+        handles=[
+            Patch(facecolor=plots.SKY, edgecolor=plots.INK, label="whole"),
+            Patch(facecolor=plots.ORANGE, edgecolor=plots.INK, hatch="///", label="masked"),
+            Patch(facecolor=plots.PAPER, edgecolor=plots.GREY, label="never loaded"),
+        ],
         loc="upper right", fontsize=8, frameon=True, framealpha=0.95, handlelength=1.2, borderpad=0.3,
     )  # fmt: skip
     return visited.count
@@ -128,7 +143,9 @@ def ratio_grid(ratios, rows, columns, title="", note="", height=None):
     for (row, column), value in ratios.items():
         grid[rows.index(row), columns.index(column)] = value
     spread = max(1.15, np.nanmax(np.maximum(grid, 1 / grid)) if np.isfinite(grid).any() else 1.15)
-    axes.imshow(grid, cmap=colormaps["PuOr"], norm=LogNorm(1 / spread**2.6, spread**2.6), aspect="auto")  # the ends stay light enough for black text
+    axes.imshow(
+        grid, cmap=colormaps["PuOr"], norm=LogNorm(1 / spread**2.6, spread**2.6), aspect="auto"
+    )  # the ends stay light enough for black text
     for (i, j), value in np.ndenumerate(grid):
         if np.isfinite(value):
             axes.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=9, fontweight="bold" if value < 1 else "normal")
@@ -157,7 +174,9 @@ def predicted_and_measured(entries, *, unit, title="", note="", line=None):
     for y, (label, predicted, measured) in zip(place, entries):
         axes.plot([1, measured], [y - 0.17] * 2, color=plots.BLUE, lw=7, solid_capstyle="butt")
         axes.plot(measured, y - 0.17, "o", color=plots.BLUE, mec=plots.INK, ms=8)
-        axes.text(high + 0.02 * (high - low + 0.1), y - 0.17, f"{measured:.2f}", va="center", fontsize=9, fontweight="bold", color=plots.BLUE)
+        axes.text(
+            high + 0.02 * (high - low + 0.1), y - 0.17, f"{measured:.2f}", va="center", fontsize=9, fontweight="bold", color=plots.BLUE
+        )
         if predicted is not None:
             axes.plot(predicted, y + 0.17, "D", color=plots.ORANGE, mec=plots.INK, ms=7)
             axes.plot([1, predicted], [y + 0.17] * 2, color=plots.ORANGE, lw=1.5, ls=":")
@@ -196,7 +215,9 @@ def split_schedules(lengths, kv_heads, plans, programs=schedules.PROCESSORS, not
                 edgecolor=plots.PAPER, lw=0.3,
             ))  # fmt: skip
         if (end := schedules.makespan(run)) > shown:
-            axis.annotate(f"to {end:.0f}", (shown, 4), xytext=(-34, -26), textcoords="offset points", fontsize=9, arrowprops=dict(arrowstyle="->"))
+            axis.annotate(
+                f"to {end:.0f}", (shown, 4), xytext=(-34, -26), textcoords="offset points", fontsize=9, arrowprops=dict(arrowstyle="->")
+            )
         axis.axvline(ideal, color=plots.RED, lw=1.6, ls="--")
         axis.set(xlim=(0, shown * 1.02), ylim=(programs, 0), yticks=[0, programs], xlabel="time, in tiles of 64 keys")
         axis.set_title(f"{title}\n{len(run)} programs, busy {100 * schedules.balance(run, programs):.0f} %", fontsize=9.5)

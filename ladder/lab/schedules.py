@@ -137,32 +137,31 @@ class Burst:
     what: str
 
 
-PIPELINES = ("one group, in turn", "two groups", "two groups, next scores first")
+PIPELINES = ("one group, in turn", "two groups", "two groups, values one tile behind")
 
 
 def pipeline(step_clocks: Clocks, kind: str, steps=8) -> list[Burst]:
     """What the tensor cores and the softmax units of one processor do, for a tile of rows.
 
-    kind: a key of PIPELINES. "one group, in turn": all warps wait for each product, then all do softmax. "two groups": each
-    has half of the rows and its own pace. "next scores first": a group also issues the next tile's scores before its softmax.
-    Each unit serves one burst at a time, whoever asked first.
+    kind: one of PIPELINES. "one group, in turn": all warps wait for each product, then all do softmax. "two groups": each
+    has half of the rows and its own pace. "values one tile behind": a group issues the scores of a tile together with the values
+    of the tile before, and does softmax while the second product runs. Each unit serves one burst at a time, whoever asked first.
     """
     groups = 1 if kind == PIPELINES[0] else 2
-    ahead = kind == PIPELINES[2]
+    behind = kind == PIPELINES[2]
     share = 1 / groups
+    scores, softmax, values = step_clocks.scores * share, step_clocks.softmax * share, step_clocks.values * share
     # Each group's bursts in the order in which it issues them, and which earlier burst of its own each waits for.
     plans = []
     for _ in range(groups):
         plan = []
         for i in range(steps):
-            if ahead and i == 0:
-                plan.append(("tensor", 0, step_clocks.scores * share, "scores", None))
-            if ahead and i + 1 < steps:
-                plan.append(("tensor", i + 1, step_clocks.scores * share, "scores", ("softmax", i - 1)))
-            if not ahead:
-                plan.append(("tensor", i, step_clocks.scores * share, "scores", ("values", i - 1)))
-            plan.append(("softmax", i, step_clocks.softmax * share, "softmax", ("scores", i)))
-            plan.append(("tensor", i, step_clocks.values * share, "values", ("softmax", i)))
+            plan.append(("tensor", i, scores, "scores", ("softmax" if behind else "values", i - 1)))
+            if behind and i:
+                plan.append(("tensor", i - 1, values, "values", ("softmax", i - 1)))
+            plan.append(("softmax", i, softmax, "softmax", ("scores", i)))
+            if not behind or i == steps - 1:
+                plan.append(("tensor", i, values, "values", ("softmax", i)))
         plans.append(plan)
     unit_free = {"tensor": 0.0, "softmax": 0.0}
     done = [{} for _ in range(groups)]
@@ -172,7 +171,7 @@ def pipeline(step_clocks: Clocks, kind: str, steps=8) -> list[Burst]:
         for g in range(groups):
             if place[g] < len(plans[g]):
                 unit, step, length, what, after = plans[g][place[g]]
-                asked = done[g].get(after, 0.0) if after else 0.0
+                asked = done[g].get(after, 0.0)  # the first step waits for nothing
                 ready.append((max(asked, unit_free[unit]), asked, g))
         start, _, g = min(ready)
         unit, step, length, what, _ = plans[g][place[g]]

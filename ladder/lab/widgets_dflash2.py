@@ -1,13 +1,14 @@
 """Explorers of chapter 08: schedules of tiles, tensor cores beside softmax, range windows, and the roofline of prefill."""
 
 import functools
+from importlib import resources
 
 import ipywidgets as ipw
 
 from ladder.step08_dflash2 import RangeWindows
 
 from . import plots, plots_dflash2, results, schedules
-from .problem import MINILM, MINILM_LAYERS, AttentionProblem
+from .problem import CAPTURED, MINILM, AttentionProblem
 from .report import title as implementation_title
 from .widgets import Explorer, choice, slider
 
@@ -32,7 +33,14 @@ class ScheduleExplorer(Explorer):
         "1 prompt of 64k, 16 heads": ([65536], [65536], 16),
     }
 
-    def __init__(self, batch="1 prompt of 16k, 16 heads", order="heaviest first, head by head", assignment="persistent, fixed stride", causal=True, overhead=1.5):
+    def __init__(
+        self,
+        batch="1 prompt of 16k, 16 heads",
+        order="heaviest first, head by head",
+        assignment="persistent, fixed stride",
+        causal=True,
+        overhead=1.5,
+    ):
         super().__init__()
         self.batch = choice("batch", list(self.BATCHES), batch)
         self.order = choice("order", list(schedules.ORDERS), order)
@@ -48,7 +56,9 @@ class ScheduleExplorer(Explorer):
 
     def pieces(self, order=None, assignment=None):
         """The schedule under the controls, or under another order or assignment."""
-        return schedules.simulate(self.tiles(), order or self.order.value, assignment or self.assignment.value, overhead=self.overhead.value)
+        return schedules.simulate(
+            self.tiles(), order or self.order.value, assignment or self.assignment.value, overhead=self.overhead.value
+        )
 
     def balances(self):
         """{assignment: balance} under the chosen order."""
@@ -107,31 +117,38 @@ class OverlapExplorer(Explorer):
         return figure, text
 
 
-@functools.lru_cache(maxsize=1)
-def _minilm():
-    """q and k of three layers of a trained model, 512 tokens: (3, 12, 512, 32) each."""
-    q, k, _ = MINILM.make()
-    return q.float(), k.float()
+@functools.cache
+def _captured(name):
+    """q (3, Hq, 512, D) and k (3, Hkv, 512, D) of three layers of a trained model."""
+    num_heads, num_kv_heads, head_dim, *_ = CAPTURED[name]
+    problem = MINILM.replace(input=name, Hq=num_heads, Hkv=num_kv_heads, D=head_dim, Dv=head_dim)
+    return tuple(x.float() for x in problem.make()[:2])
+
+
+def _is_here(name):
+    """Whether the captured tensors of a model are part of this checkout."""
+    return (resources.files("ladder.lab") / "data" / CAPTURED[name][4]).is_file()
 
 
 class WindowExplorer(Explorer):
     """What a range window saves and what it costs: tiles visited, and the probability that real heads give to hidden keys.
 
-    The heads are those of a small trained model (all-MiniLM-L6-v2, 512 tokens), with a causal mask put on them; "noise"
-    draws q and k at random, whose attention is spread evenly.
+    The heads are those of small trained models: all-MiniLM-L6-v2, with a causal mask put on it, and where its tensors are at
+    hand the causal tiny-moe; 512 tokens. "noise" draws q and k at random, whose attention is spread evenly.
     """
 
     title = "range windows"
     KINDS = ("sink + window", "window alone", "local prefix, full tail")
     SEQLEN, BLOCK, LONG_BLOCK = 512, 32, 128
 
-    def __init__(self, kind="sink + window", sink=4, window=64, tail=64, length=131072, source="MiniLM"):
+    def __init__(self, kind="sink + window", sink=4, window=64, tail=64, length=131072, source="minilm"):
         super().__init__()
         self.kind = choice("kind", self.KINDS, kind)
         self.sink = slider("sink, keys", sink, 0, 64)
         self.window = slider("window, keys", window, 8, 512, 8)
         self.tail = slider("full tail, queries", tail, 0, 256, 16)
-        self.source = choice("heads", ("MiniLM", "noise"), source)
+        names = [("MiniLM", "minilm"), *([("tiny-moe", "tiny-moe")] if _is_here("tiny-moe") else []), ("noise", "noise")]
+        self.source = choice("heads", names, source)
         self.length = choice("predict for", [(plots.tokens(1 << n), 1 << n) for n in range(13, 18)], length)
         self.start([self.kind, self.source, self.length], [self.sink, self.window], [self.tail])
 
@@ -146,8 +163,8 @@ class WindowExplorer(Explorer):
 
     def inputs(self):
         """q and k, one batch entry a layer."""
-        if self.source.value == "MiniLM":
-            return _minilm()
+        if self.source.value != "noise":
+            return _captured(self.source.value)
         q, k, _ = AttentionProblem(B=3, Hq=12, Hkv=12, Sq=self.SEQLEN, Sk=self.SEQLEN, D=32, Dv=32, dtype="float32").make()
         return q, k
 
@@ -167,7 +184,8 @@ class WindowExplorer(Explorer):
         rows = self.SEQLEN // self.BLOCK
         tiles.set_title(f"{count} of {rows * (rows + 1) // 2} tiles of {self.BLOCK} x {self.BLOCK}", fontsize=10.5)
         dropped = self.dropped()
-        names = [f"layer {n}" for n in MINILM_LAYERS] if self.source.value == "MiniLM" else [f"draw {n}" for n in range(len(dropped))]
+        source = self.source.value
+        names = [f"draw {n}" for n in range(len(dropped))] if source == "noise" else [f"layer {n}" for n in CAPTURED[source][-1]]
         plots_dflash2.draw_mass(mass, dropped, names)
         mass.set_title("what each head loses (red: mean)", fontsize=10.5)
         visited, all_tiles = self.tiles()
@@ -222,7 +240,11 @@ class PrefillRoofline(Explorer):
 
     def draw(self):
         rows, points = self.rows(), self.points()
-        levels = [(implementation_title(name), row["tflops"]) for name, row in rows.items() if not name.startswith("step")] if self.peers.value else []
+        levels = (
+            [(implementation_title(name), row["tflops"]) for name, row in rows.items() if not name.startswith("step")]
+            if self.peers.value
+            else []
+        )
         figure = plots.roofline(self.doc["limits"], points, lines=levels, title="Long prefill")
         figure.axes[0].set_xlabel("FLOPs per byte of Q, K, V and output")
         if not points:
