@@ -26,7 +26,7 @@ from ladder.step08_dflash2.decode import (
 from ladder.step08_dflash2.windows import Range, RangeWindows
 
 decode = importlib.import_module("ladder.step08_dflash2.decode")
-SMALL = dict(BLOCK_N=16, min_split_keys=16)  # short sequences cross many tiles and splits
+SMALL = dict(BLOCK_N=16, min_split_keys=16, most_per_sm=4)  # short sequences cross many tiles and splits
 
 EDGES = {
     **PROBLEMS,
@@ -158,7 +158,7 @@ def test_the_kernel_finds_what_the_formula_says(name, at_a_time, monkeypatch):
     if wanted is not None:
         live = wanted[:, 0] >= 0
         assert torch.equal(found[:, 0], wanted[:, 0]) and torch.equal(found[live], wanted[live])
-        assert (wanted[live][:, 2] > 1).any() or name == "sink 4, window 7"
+        assert (wanted[live][:, 2] > 1).any() == (name in ("none", "local but for the last 7"))  # else the windows are short
 
 
 def test_a_schedule_gives_the_same_bits():
@@ -562,7 +562,7 @@ CALLS = ("dflash2_decode", "dflash2_mla_decode")
         (dict(sinks=torch.zeros(3)), ValueError, r"sinks is \(3,\) torch.float32; want \([56],\) float32"),
         (dict(schedule=[1]), TypeError, r"schedule is a list; want a contiguous int32 torch.Tensor \(num_slots, 4\)"),
         (dict(schedule=torch.zeros(3, 4)), ValueError, r"schedule is \(3, 4\) torch.float32 on .*; want a contiguous int32"),
-        (dict(schedule=torch.zeros(3, 4, dtype=torch.int32, device=DEVICE), num_kv_splits=2), ValueError, "schedule and num_kv_splits are both"),
+        (dict(schedule=torch.zeros(3, 4, dtype=torch.int32, device=DEVICE), num_kv_splits=2), ValueError, "schedule and num_kv_splits"),
     ),
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )  # fmt: skip
@@ -628,7 +628,7 @@ def test_forward_only():
 
 def test_decode_bytes_moved():
     for p in (DecodeProblem(B=64, context=4096), DecodeProblem(B=64, lengths=(64,) * 63 + (16384,)), DecodeProblem(context=32768)):
-        assert p.kv_bytes < decode_bytes_moved(p) < 1.02 * p.kv_bytes
+        assert p.kv_bytes < decode_bytes_moved(p) < 1.05 * p.kv_bytes
     latent = DecodeProblem(B=64, Hq=16, Hkv=1, D=576, Dv=512, context=4096, latent=True)
     assert latent.kv_bytes < decode_bytes_moved(latent) < 1.1 * latent.kv_bytes
 

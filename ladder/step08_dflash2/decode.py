@@ -479,6 +479,8 @@ def _check_options(tensors, causal, windows, softcap, sinks, num_kv_splits, retu
     q = tensors[0]
     if not isinstance(causal, bool):
         raise TypeError(f"{RUNG}: causal is {causal!r}; want True or False")
+    if sinks is not None and not isinstance(sinks, torch.Tensor):
+        raise _unlike("sinks", sinks, f"a torch.Tensor ({q.shape[2]},), or None")
     windows, softcap, right = check_options(tensors, q.shape[2], causal, windows, softcap, sinks, return_lse, right)
     if num_kv_splits is not None:
         num_kv_splits = check_integer(RUNG, "num_kv_splits", num_kv_splits, 1, optional=True)

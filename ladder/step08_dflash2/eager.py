@@ -95,7 +95,9 @@ def _gather(k_cache, v_cache, block_table, seq_lens):
     longest = max(0, int(lengths.max())) if lengths.numel() else 0
     pages = -(-longest // page_size)
     reached = torch.arange(pages, device=lengths.device) * page_size < lengths[:, None]
-    table = block_table[:, :pages].long().masked_fill(~reached, 0)  # entries past the length may be anything
+    table = block_table[:, :pages].long()
+    followed = reached & (table >= 0) & (table < k_cache.shape[0])  # entries that no visible key needs may be anything
+    table = table.masked_fill(~followed, 0)
     k, v = (x[table].flatten(1, 2)[:, :longest].transpose(1, 2) for x in (k_cache, v_cache))
     return k, v, lengths
 

@@ -260,7 +260,7 @@ def plan_mla(batch, rows, capacity, processors, num_kv_splits):
     return row_tiles, True, min(batch * of_one, most + batch), 1, target, most
 
 
-def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right, sinks, num_kv_splits, workspace):
+def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right, sinks, num_kv_splits, workspace, wait_for_v=None):
     """Run the kernel on checked arguments that ``supports_mla``; fills ``out`` and, unless None, ``lse``.
 
     workspace: a ``DecodeWorkspace``, or None. right: as in ``launch_prefill``.
@@ -296,7 +296,8 @@ def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right
             block_table, seq_lens, out, part_out, part_lse, lse, sinks, *strides, block_table.stride(0),
             batch, num_heads, q_len, *numbers, q_len if right is None else right, abs(scale) * LOG2_E,
             PAGE=page_size, FOUND=found, BLOCK_B=block_b, NEGATIVE=scale < 0, HAS_SINKS=sinks is not None,
-            HAS_LSE=lse is not None, DT=gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16, num_warps=4,
+            HAS_LSE=lse is not None, WAIT_FOR_V=rows < MLA_TILE if wait_for_v is None else wait_for_v,
+            DT=gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16, num_warps=4,
         )  # fmt: skip
         if split:
             dflash2_mla_merge[(batch * -(-rows // 4), 8)](

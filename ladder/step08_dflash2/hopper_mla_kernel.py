@@ -128,7 +128,7 @@ def dflash2_mla_first(
     q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem, p_smem, row_smem, q_full, k_full,
     out_ptr, part_out_ptr, part_lse_ptr, lse_ptr, sinks_ptr,
     stride_ob, stride_om, stride_oh, num_heads, q_len, right, seq, part, splits, first_row, rows, first, last, length, beyond, scale_log2,
-    NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, DT: gl.constexpr,
+    NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, WAIT_FOR_V: gl.constexpr, DT: gl.constexpr,
 ):  # fmt: skip
     """Scores and probabilities of all rows, and value columns 0 .. 256."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -159,13 +159,19 @@ def dflash2_mla_first(
             it = tile - first
             slot = it % STAGES
             before = (it - 1) % STAGES
-            mbarrier.wait(k_full.index(slot), (it // STAGES) & 1)
-            s = dflash2_mla_scores(q1, q2, q3, k1_smem, k2_smem, k3_smem, slot, S_LAYOUT)
             acc = warpgroup_mma(dflash2_unpack(packed, KEYS, DT, P_LAYOUT), k1_smem.index(before).reshape([KEYS, HALF]), acc, is_async=True)
-            s = warpgroup_mma_wait(1, [s])
+            if WAIT_FOR_V:  # memory binds: give the slot back before the next tile is there
+                acc, packed = warpgroup_mma_wait(0, [acc, packed])
+                dflash2_arrive(anchor, FREE + before, 288)
+                mbarrier.wait(k_full.index(slot), (it // STAGES) & 1)
+                s = dflash2_mla_scores(q1, q2, q3, k1_smem, k2_smem, k3_smem, slot, S_LAYOUT)
+            else:  # the tensor cores bind: never let them wait
+                mbarrier.wait(k_full.index(slot), (it // STAGES) & 1)
+                s = dflash2_mla_scores(q1, q2, q3, k1_smem, k2_smem, k3_smem, slot, S_LAYOUT)
+                acc, packed = warpgroup_mma_wait(3, [acc, packed])
+                dflash2_arrive(anchor, FREE + before, 288)
+            s = warpgroup_mma_wait(0, [s])
             p, row_max, row_sum, alpha = dflash2_mla_softmax(s, tile, last_key, row_max, row_sum, scale_log2, NEGATIVE, S_LAYOUT)
-            acc, packed = warpgroup_mma_wait(0, [acc, packed])
-            dflash2_arrive(anchor, FREE + before, 288)
             dflash2_sync(anchor, P_FREE, 256)
             p_smem.store(p.to(DT))
             row_smem.store(alpha)
@@ -257,7 +263,7 @@ def dflash2_mla_hopper(
     stride_ob, stride_om, stride_oh, stride_pages,
     batch, num_heads, q_len, capacity, num_slots, num_splits, target, most, min_tiles, right, scale_log2,
     PAGE: gl.constexpr, FOUND: gl.constexpr, BLOCK_B: gl.constexpr, NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr,
-    HAS_LSE: gl.constexpr, DT: gl.constexpr,
+    HAS_LSE: gl.constexpr, WAIT_FOR_V: gl.constexpr, DT: gl.constexpr,
 ):  # fmt: skip
     """64 rows (token, head) of one sequence over one split of its tiles; grid (row tiles * slots,).
 
@@ -298,7 +304,7 @@ def dflash2_mla_hopper(
                 (dflash2_mla_first, (
                     q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem, p_smem, row_smem, q_full, k_full,
                     out_ptr, part_out_ptr, part_lse_ptr, lse_ptr, sinks_ptr, stride_ob, stride_om, stride_oh, num_heads, q_len, right,
-                    seq, part, splits, first_row, rows, first, last, length, beyond, scale_log2, NEGATIVE, HAS_SINKS, HAS_LSE, DT)),
+                    seq, part, splits, first_row, rows, first, last, length, beyond, scale_log2, NEGATIVE, HAS_SINKS, HAS_LSE, WAIT_FOR_V, DT)),
                 (dflash2_mla_second, (
                     k2_smem, p_smem, row_smem, k_full, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh, num_heads,
                     seq, part, splits, first_row, rows, first, last, length)),
