@@ -9,9 +9,10 @@ from importlib import resources
 import torch
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+MINILM_LAYERS = (0, 3, 5)
 # Inputs captured from trained models, see data/README.md: heads of q and of k/v, head size, tokens, file, layers as batch.
 CAPTURED = {
-    "minilm": (12, 12, 32, 512, "minilm_l6_v2_qkv.safetensors", (0, 3, 5)),
+    "minilm": (12, 12, 32, 512, "minilm_l6_v2_qkv.safetensors", MINILM_LAYERS),
     "tiny-moe": (8, 2, 64, 1024, "tiny_moe_qkv.safetensors", (0, 3, 5)),
 }
 
