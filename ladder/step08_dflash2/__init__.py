@@ -11,7 +11,7 @@ no kernel is fast enough to win that back. What remains is small, and then launc
 
 Predict: time follows the visited tiles: at 128k with 128 sinks and a window of 4,096, 15 x fewer than causal. Dense and
 causal keep step 07's loop, instruction for instruction, where the portable kernel runs; Hopper's own kernel gains what
-the tensor cores no longer wait. 512 tokens of a chunk as 128 rows of 4 heads load K and V once for the group.
+the tensor cores no longer wait. A chunk of 32 tokens becomes 128 rows of 4 heads, which load K and V once.
 
 Still slow because: a window fixed ahead of time cannot know which far keys matter, the portable kernel still makes its
 tensor cores wait for the exponentials, and a cache of 16-bit keys is twice what 8 bits would be.

@@ -27,12 +27,16 @@ def launch_config(
         A dict of the kernel's compile-time arguments; do not change it, calls share it.
     """
     config = prefill_config(head_dim, head_dim_v, itemsize, arch, 0, ragged)
-    small = 64 if softcap or num_ranges > 1 else 128  # they take registers, which tiles of 128 keys leave none of
+    small = 128  # keys of a tile; a softcap and ranges take registers, which large tiles leave none of
+    if (softcap or num_ranges) and itemsize == 2 and config["BLOCK_D"] + config["TAIL_D"] > 192:
+        small = 32
+    elif softcap or num_ranges > 1:
+        small = 64
     if page_size and itemsize == 2:
         # A page of 16 is no reason for tiles of 16 keys, which rescale the output four times as often as tiles of 64: a
         # tile looks up the page of each of its keys instead. One stage of loads is that lookup.
         config["num_stages"] += 1
-        small = 32 if softcap and config["BLOCK_D"] + config["TAIL_D"] > 192 else 64
+        small = min(small, 64)
     elif page_size:
         config["BLOCK_N"] = prefill_config(head_dim, head_dim_v, itemsize, arch, page_size, ragged)["BLOCK_N"]
     config["BLOCK_N"] = min(config["BLOCK_N"], small)
