@@ -62,8 +62,8 @@ class Compiled:
         return self.spill_stores + self.spill_loads + self.local
 
     @property
-    def loop_spills(self):
-        """Spills inside the innermost loops that multiply on the tensor cores: those that cost something every tile."""
+    def hot_loop_spills(self):
+        """Spills in the shortest loops that multiply on the tensor cores, where no tile is masked: those cost all the time."""
         code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;\n]*);", self.sass)]
         place = {at: i for i, (at, _) in enumerate(code)}
         ends = ((re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text), i) for i, (_, text) in enumerate(code))
@@ -71,7 +71,8 @@ class Compiled:
         product = [i for i, (_, text) in enumerate(code) if "HGMMA" in text or "HMMA" in text]
         loops = [(a, b) for a, b in loops if any(a <= i <= b for i in product)]
         inner = [(a, b) for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)]
-        return sum(1 for a, b in inner for _, text in code[a : b + 1] if re.search(r"\b(STL|LDL)\b", text))
+        hot = [(a, b) for a, b in inner if b - a <= 1.2 * min(d - c for c, d in inner)]
+        return sum(1 for a, b in hot for _, text in code[a : b + 1] if re.search(r"\b(STL|LDL)\b", text))
 
 
 class _StandInDriver:

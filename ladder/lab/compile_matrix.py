@@ -64,9 +64,9 @@ def compile_rows(targets=TARGETS, chosen=None, *, thorough=False):
                     continue
                 limit = SHARED_MEMORY_LIMIT[target]
                 problem = None
-                # Warps with one job each keep the state of a tile in few registers: what they spill between tiles costs
-                # next to nothing, what they spilled in a loop would.
-                specialised = code.name.endswith("_hopper") and not code.loop_spills
+                # Warps with one job each have few registers: what they spill between tiles or on masked ones costs next to
+                # nothing, what they spilled in the loop over whole tiles would.
+                specialised = code.name.endswith("_hopper") and not code.hot_loop_spills
                 if code.spills and not specialised:
                     problem = (
                         f"spills: {code.spill_stores} stores, {code.spill_loads} loads, {code.local} bytes"

@@ -19,6 +19,7 @@ from .gluon_compat import async_load, async_store
 FREE = gl.constexpr(5)  # first of the hardware barriers that Triton leaves unused; it takes 0 .. 4 for itself
 TURN = gl.constexpr(13)
 NEVER = gl.constexpr(1 << 30)
+PLACES = gl.constexpr(3)  # works that are told of before the first of them is done
 
 
 @gluon.jit
@@ -39,9 +40,9 @@ def dflash2_pack(p, N: gl.constexpr, DT: gl.constexpr):
     cost two instructions a pair, one element in eight of the loop."""
     even, odd = gl.split(gl.reshape(p, [64, N // 2, 2]))
     if DT == gl.bfloat16:
-        return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], gl.int32, True, 1)
+        return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], gl.int32, False, 1)
     else:
-        return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], gl.int32, True, 1)
+        return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -185,8 +186,8 @@ def dflash2_next(t, counter_ptr, DYNAMIC: gl.constexpr, num_work):
 @gluon.jit
 def dflash2_publish(work_smem, work_full, work_free, turn, first, batch, head, rows, first_q, keys, first_k, split):
     """Tell the consumers their next work, one field a word: they would spend the divisions that find it between tiles."""
-    place = turn & 1
-    mbarrier.wait(work_free.index(place), ((turn >> 1) & 1) ^ 1)
+    place = turn % PLACES
+    mbarrier.wait(work_free.index(place), ((turn // PLACES) & 1) ^ 1)
     zero = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     work_smem.index(8 * place + 0).store(zero + first)
     work_smem.index(8 * place + 1).store(zero + batch)
@@ -205,19 +206,15 @@ def dflash2_field(work_smem, place, I: gl.constexpr):
 
 
 @gluon.jit
-def dflash2_receive(work_smem, work_full, work_free, turn):
-    """The work that ``dflash2_publish`` told: first is -1 when there is no more."""
-    place = turn & 1
-    mbarrier.wait(work_full.index(place), (turn >> 1) & 1)
-    first = dflash2_field(work_smem, place, 0)
-    batch = dflash2_field(work_smem, place, 1)
-    head = dflash2_field(work_smem, place, 2)
-    rows = dflash2_field(work_smem, place, 3)
-    first_q = dflash2_field(work_smem, place, 4)
-    keys = dflash2_field(work_smem, place, 5)
-    split = dflash2_field(work_smem, place, 7)
-    mbarrier.arrive(work_free.index(place))
-    return first, batch, head, rows, first_q, keys, split
+def dflash2_receive(work_smem, work_full, turn):
+    """What ``dflash2_publish`` told of the next work that its tiles depend on: (first row, rows, keys).
+
+    first is -1 when there is no more, keys is -1 when no page holds the length. The other fields are read where the tile
+    is stored: until then they would only sit in registers that the accumulators want.
+    """
+    place = turn % PLACES
+    mbarrier.wait(work_full.index(place), (turn // PLACES) & 1)
+    return dflash2_field(work_smem, place, 0), dflash2_field(work_smem, place, 3), dflash2_field(work_smem, place, 5)
 
 
 @gluon.jit
@@ -474,10 +471,12 @@ def dflash2_consume(
     turn = 0
     if TURNS and C == WG - 1:
         dflash2_arrive(anchor, TURN, 256)
-    first, batch, head, rows, first_q, keys, split = dflash2_receive(work_smem, work_full, work_free, turn)
+    first, rows, keys = dflash2_receive(work_smem, work_full, turn)
     while first >= 0:
-        beyond = keys < 0
         keys = gl.maximum(keys, 0)
+        split = first * 0
+        if SPLIT:
+            split = dflash2_field(work_smem, turn % PLACES, 7)
         low, sink, high_tile, low_tile, sink_tile, begin, end = dflash2_keys(
             first, BLOCK_M, rows, keys, right, table_ptr, split, num_splits, N, BLOCK_M, HAS_RIGHT, NUM_RANGES, SPLIT
         )
@@ -591,6 +590,10 @@ def dflash2_consume(
             if not O_IN_Q:
                 mbarrier.arrive(q_free)
 
+        place = turn % PLACES
+        batch = dflash2_field(work_smem, place, 1)
+        head = dflash2_field(work_smem, place, 2)
+        first_q = dflash2_field(work_smem, place, 4)
         total = gl.convert_layout(gl.sum(row_sum, 1), ROW)
         if not CAP:
             row_max = row_max * scale_log2
@@ -604,6 +607,7 @@ def dflash2_consume(
         total = gl.where(total == 0.0, 1.0, total)  # no key seen: 0 stays 0, and the log-sum-exp -inf
         factor = norm / total
         if PAGE > 0:
+            beyond = dflash2_field(work_smem, place, 5) < 0
             factor = gl.where(beyond, float("nan"), factor)  # a length that no page holds: loud, not wrong
         acc1 = acc1 * gl.convert_layout(factor, gl.SliceLayout(1, O1_LAYOUT))[:, None]
         if V2 > 0:
@@ -612,12 +616,12 @@ def dflash2_consume(
             lse = (row_max + gl.log2(total)) * 0.6931471805599453
             if PAGE > 0:
                 lse = gl.where(beyond, float("nan"), lse)
-            place = first_q + row
+            lse_place = first_q + row
             if not RAGGED:
-                place += (batch * num_heads).to(gl.int64) * stride_lse
+                lse_place += (batch * num_heads).to(gl.int64) * stride_lse
             if SPLIT:
-                place += split.to(gl.int64) * num_heads * (1 if RAGGED else num_seqs) * stride_lse
-            gl.store(lse_ptr + head.to(gl.int64) * stride_lse + place, lse, mask=row < rows)
+                lse_place += split.to(gl.int64) * num_heads * (1 if RAGGED else num_seqs) * stride_lse
+            gl.store(lse_ptr + head.to(gl.int64) * stride_lse + lse_place, lse, mask=row < rows)
         if RAGGED or SPLIT:
             dflash2_store(acc1, out_ptr, batch, head, first_q, mine, rows, split, num_seqs, num_heads, seqlen_q, stride_om, stride_oh, 0, O1_LAYOUT, V1, HEAD_V, RAGGED, SPLIT)
             if V2 > 0:
@@ -639,8 +643,9 @@ def dflash2_consume(
             if O_IN_Q:
                 tma.store_wait(0)
                 mbarrier.arrive(q_free)
+        mbarrier.arrive(work_free.index(place))
         turn += 1
-        first, batch, head, rows, first_q, keys, split = dflash2_receive(work_smem, work_full, work_free, turn)
+        first, rows, keys = dflash2_receive(work_smem, work_full, turn)
     tma.store_wait(0)
 
 
@@ -721,15 +726,15 @@ def dflash2_prefill_hopper(
     q_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    work_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    work_free = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    work_smem = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    work_full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BAR)
+    work_free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BAR)
+    work_smem = gl.allocate_shared_memory(gl.int32, [8 * PLACES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_free, count=WG)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-    for i in gl.static_range(2):
+    for i in gl.static_range(PLACES):
         mbarrier.init(work_full.index(i), count=1)
         mbarrier.init(work_free.index(i), count=WG)
     fence_async_shared()
