@@ -63,15 +63,15 @@ class Compiled:
 
     @property
     def hot_loop_spills(self):
-        """Spills in the shortest loops that multiply on the tensor cores, where no tile is masked: those cost all the time."""
+        """Spills in the shortest loops with products and exponentials, where no tile is masked: those cost all the time."""
         code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;\n]*);", self.sass)]
         place = {at: i for i, (at, _) in enumerate(code)}
         ends = ((re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text), i) for i, (_, text) in enumerate(code))
         loops = [(place[int(m[1], 16)], i) for m, i in ends if m and int(m[1], 16) in place and place[int(m[1], 16)] < i]
-        product = [i for i, (_, text) in enumerate(code) if "HGMMA" in text or "HMMA" in text]
-        loops = [(a, b) for a, b in loops if any(a <= i <= b for i in product)]
-        inner = [(a, b) for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)]
-        hot = [(a, b) for a, b in inner if b - a <= 1.2 * min(d - c for c, d in inner)]
+        products = [i for i, (_, text) in enumerate(code) if "HGMMA" in text or "HMMA" in text]
+        exponentials = [i for i, (_, text) in enumerate(code) if "MUFU.EX2" in text]
+        loops = [(a, b) for a, b in loops if any(a <= i <= b for i in products) and sum(a <= i <= b for i in exponentials) >= 4]
+        hot = [(a, b) for a, b in loops if b - a <= 1.2 * min(d - c for c, d in loops)]
         return sum(1 for a, b in hot for _, text in code[a : b + 1] if re.search(r"\b(STL|LDL)\b", text))
 
 

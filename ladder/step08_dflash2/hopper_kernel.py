@@ -512,7 +512,6 @@ def dflash2_consume(
 
         row_max = gl.full([64], float("-inf"), gl.float32, ROW)
         row_sum = gl.sum(gl.sum(gl.reshape(gl.zeros([64, N], gl.float32, S_LAYOUT), [64, N // 8, 4, 2]), 3), 1)
-        LANES: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
         acc1 = gl.zeros([64, V1], gl.float32, O1_LAYOUT)
         acc2 = gl.zeros([64, V2 if V2 > 0 else 16], gl.float32, O2_LAYOUT)
         mbarrier.wait(q_full, turn & 1)

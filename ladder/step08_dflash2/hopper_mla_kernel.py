@@ -15,7 +15,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .gluon_compat import async_load
-from .hopper_kernel import FREE, dflash2_arrive, dflash2_await_slot, dflash2_clean, dflash2_pack, dflash2_sync, dflash2_unpack
+from .hopper_kernel import (
+    FREE,
+    dflash2_arrive,
+    dflash2_await_slot,
+    dflash2_clean,
+    dflash2_pack,
+    dflash2_sync,
+    dflash2_unpack,
+)
 
 P_FULL = gl.constexpr(10)  # hardware barriers: the second group may read probabilities, and has read them
 P_FREE = gl.constexpr(11)

@@ -1,0 +1,107 @@
+"""Switch the ideas of the Hopper kernel on one by one: ``python -m ladder.bench_variants --json FILE``.
+
+Every variant is the kernel that ships, launched with some of its ideas off, on the same inputs, timed in turn with the
+others and with FlashAttention-3, and checked before and after. Chapter 08 draws the file.
+"""
+
+import argparse
+import math
+import sys
+import time
+
+import torch
+
+from .bench_v2 import Measure, Work
+from .lab import results
+from .lab.parity import Oracle
+from .lab.peers import PEERS
+from .lab.problem import AttentionProblem
+from .lab.roofline import measure_limits
+
+EVERY_HEAD = 1 << 20
+BASE = dict(DYNAMIC=False, section=EVERY_HEAD, K_AHEAD=False, TURNS=False)
+# name, what it switches on, predicted factor under the diagonal and without it, why
+STEPS = (
+    ("hopper_base", {}, None, None,
+     "TMA, wgmma and warps with one job each; a program a processor, work by a fixed stride over all heads"),
+    ("+ticket", dict(DYNAMIC=True), 1.10, 1.0,
+     "work drawn from a counter: under the diagonal a fixed stride gives some programs more, without it all tiles weigh the same"),
+    ("+sections", dict(section=None), 1.05, 1.05,
+     "heads in sections whose K and V stay in the L2 cache, so that fewer tiles come from memory"),
+    ("+k_ahead", dict(K_AHEAD=True), 1.01, 1.01,
+     "the next K is asked for before this V, and the first K of the next work before its Q"),
+    ("+turns", dict(TURNS=True), 1.03, 1.05,
+     "the warp groups take turns: one fills the tensor cores while another does its exponentials"),
+)  # fmt: skip
+CASES = {
+    "d128 causal 16k": dict(B=1, Hq=16, Sq=16384, D=128, causal=True),
+    "d128 dense 16k": dict(B=1, Hq=16, Sq=16384, D=128, causal=False),
+    "d128 causal 1k": dict(B=16, Hq=16, Sq=1024, D=128, causal=True),
+    "d64 causal 16k": dict(B=1, Hq=32, Sq=16384, D=64, causal=True),
+}
+
+
+def configs():
+    """(name, launch parameters) of each variant, each with the ideas of those before it."""
+    config = dict(BASE)
+    for name, change, *_ in STEPS:
+        config = {**config, **change}
+        yield name, {key: value for key, value in config.items() if value is not None}
+
+
+def work(problem, device):
+    """The variants and FlashAttention-3 on one problem."""
+    from .step08_dflash2 import hopper
+
+    q, k, v = problem.make(device)
+    outs = {name: q.new_empty(*q.shape[:3], problem.Dv) for name, _ in configs()}
+
+    def run(name, config):
+        hopper.launch_prefill(
+            q, k, v, outs[name], None, causal=problem.causal, scale=problem.D**-0.5, num_splits=1, config=config
+        )
+        return outs[name]
+
+    impls = {name: lambda name=name, config=config: run(name, config) for name, config in configs()}
+    for peer in PEERS:
+        if peer.name == "fa3" and peer.why_not(problem, device) is None:
+            impls[peer.name] = lambda call=peer.build(problem): call(q, k, v)
+    rows = 512 if problem.Sq <= 4096 else 64
+    return Work(problem.case(), impls, lambda: Oracle(q, k, v, causal=problem.causal, sample_rows=rows), outs, flops=problem.flops)
+
+
+def annotate(row):
+    """Say in a row of a variant what was predicted of it and why."""
+    for name, _, causal, dense, why in STEPS:
+        if row["impl"] == name:
+            predicted = causal if row["case"]["causal"] else dense
+            row["why"] = why
+            if predicted:
+                row["predicted"] = predicted
+    return row
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog="python -m ladder.bench_variants", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", default="bench_variants.json", help="file for the results")
+    parser.add_argument("--minutes", type=float, default=3.0, help="start no new case after this long")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        parser.error("needs a GPU of compute capability 9.0, which the kernel is written for")
+    start, device = time.time(), torch.device("cuda", torch.cuda.current_device())
+    limits = measure_limits(device)
+    bench = Measure(device, math.inf)
+    for name, shape in CASES.items():
+        if time.time() - start > 60 * args.minutes:
+            print(f"out of time before {name}")
+            break
+        problem = AttentionProblem(**shape, dtype="bfloat16")
+        before = len(bench.rows)
+        bench.work(work(problem, device), name)
+        bench.rows[before:] = [annotate(row) for row in bench.rows[before:]]
+        results.write(results.document(bench.rows, device=device, limits=limits, failures=bench.failures), args.json)
+    return 1 if bench.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
