@@ -394,19 +394,22 @@ def decode_config(head_dim, head_dim_v, rows, page_size, itemsize, arch, latent=
         block_m, block_n = 16, 32 if widest <= 64 else 16
         num_warps, num_stages = 4 if widest <= 128 else 8 if widest <= 256 else 16, 1
     elif widest > 256:
-        block_n, num_warps, num_stages = (32, 4, 3) if block_m <= 32 else (64, 8, 2)
+        block_n, num_warps, num_stages = (32, 4, 5 if arch == 90 else 3) if block_m == 16 else (32 if block_m == 32 else 64, 8, 2)
         # Two programs of 16 rows and two tiles of 37 KB share a processor; one of 64 rows fills its memory and registers.
         programs_per_sm, most_per_sm = (2, 8) if block_m <= 32 else (1, 4)
         if arch != 90:  # half the rows: the accumulator of 64 x 512 fits no other register file
             block_m, block_n, num_warps, num_stages = min(block_m, 32), 32, 8, 2
     elif block_m == 16 and widest <= 128:  # small programs, several to a processor
-        block_n, num_warps, num_stages = 64 if few or widest <= 64 else 32, 2, 4
+        block_n, num_warps, num_stages = 64 if few or widest <= 64 else 32, 2, 5  # two stages wait for the page lookup
+        programs_per_sm = 4
     else:
-        block_n, num_warps, num_stages = (64 if widest <= 128 else 32), 4, 4 if arch == 90 else 3
+        block_n, num_warps, num_stages = (64 if widest <= 128 else 32), 4, 5 if arch == 90 else 3
     whole = page_size & -page_size  # the largest power of two that divides it: such a tile needs one lookup
     block_n = min(block_n, whole if whole >= 16 else 32)
-    if whole < 16 and num_stages > 1:
+    if num_stages > 1 and whole < 16:
         num_stages += 1  # a lookup for every key, which the loads wait for
+    elif num_warps == 2 and block_n == 16:
+        num_stages = 7  # small tiles: more of them under way
     return dict(
         BLOCK_D=block_d, TAIL_D=tail_d, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_N=block_n,
         PRECISION="ieee" if itemsize == 4 else "tf32", num_warps=num_warps, num_stages=num_stages,
