@@ -321,6 +321,10 @@ def dflash2_decode(
     k_base, v_base = k_ptr + k_start, v_ptr + v_start
     in_tile = tl.arange(0, BLOCK_N)
     tile_rows = in_tile.to(tl.int64) if WIDE else in_tile
+    next_page = 0
+    if PAGE_SIZE % BLOCK_N == 0:
+        start = (first + tl.where(first >= sink_tiles, gap, 0)) * BLOCK_N
+        next_page = tl.load(table + start // PAGE_SIZE * stride_tp, mask=first < last, other=0)
     for tile in range(first, last):  # memory binds, so every tile may afford a mask
         start = (tile + tl.where(tile >= sink_tiles, gap, 0)) * BLOCK_N
         key = start + in_tile
@@ -333,8 +337,10 @@ def dflash2_decode(
             visible = live[None, :]
         if NUM_RANGES > 0:
             visible = visible & ((key[None, :] >= row_low[:, None]) | (key[None, :] < row_sink[:, None]))
-        if PAGE_SIZE % BLOCK_N == 0:  # the tile lies in one page: one lookup, which the compiler pipelines like the keys
-            page = tl.load(table + start // PAGE_SIZE * stride_tp).to(tl.int64)
+        if PAGE_SIZE % BLOCK_N == 0:  # the tile lies in one page, looked up a tile ahead: its keys do not wait for it
+            page = next_page.to(tl.int64)
+            after = (tile + 1 + tl.where(tile + 1 >= sink_tiles, gap, 0)) * BLOCK_N
+            next_page = tl.load(table + after // PAGE_SIZE * stride_tp, mask=tile + 1 < last, other=0)
             in_page = tl.cast(start % PAGE_SIZE, tl.int64)
             k_first, v_first = page * stride_kp + in_page * stride_kn, page * stride_vp + in_page * stride_vn
             k_rows, v_rows = tile_rows * stride_kn, tile_rows * stride_vn
