@@ -34,10 +34,10 @@ STEPS = (
      "the warp groups take turns: one fills the tensor cores while another does its exponentials"),
 )  # fmt: skip
 CASES = {
-    "d128 causal 16k": dict(B=1, Hq=16, Sq=16384, D=128, causal=True),
-    "d128 dense 16k": dict(B=1, Hq=16, Sq=16384, D=128, causal=False),
-    "d128 causal 1k": dict(B=16, Hq=16, Sq=1024, D=128, causal=True),
-    "d64 causal 16k": dict(B=1, Hq=32, Sq=16384, D=64, causal=True),
+    "d128 causal 16k": dict(B=1, Hq=16, Sq=16384, Sk=16384, D=128, causal=True),
+    "d128 dense 16k": dict(B=1, Hq=16, Sq=16384, Sk=16384, D=128, causal=False),
+    "d128 causal 1k": dict(B=16, Hq=16, Sq=1024, Sk=1024, D=128, causal=True),
+    "d64 causal 16k": dict(B=1, Hq=32, Sq=16384, Sk=16384, D=64, causal=True),
 }
 
 
