@@ -271,7 +271,7 @@ def _on_hopper(
         return False
     paged = block_table is not None
     what = dict(causal=causal, right=right, scale=scale, windows=windows, softcap=softcap, sinks=sinks)
-    if hopper.supports_prefill(q, k, v, paged=paged, **what) is not None:
+    if hopper.supports_prefill(q, k, v, out=out, paged=paged, **what) is not None:
         return False
     hopper.launch_prefill(
         q, k, v, out, lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=block_table,

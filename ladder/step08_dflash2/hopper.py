@@ -35,7 +35,9 @@ def width_of(head_dim):
     return next((width, parts) for width, parts in WIDTHS if head_dim <= width)
 
 
-def supports_prefill(q, k, v, *, paged=False, scale=None, causal=False, right=None, windows=None, softcap=0.0, sinks=None):
+def supports_prefill(
+    q, k, v, *, out=None, paged=False, scale=None, causal=False, right=None, windows=None, softcap=0.0, sinks=None
+):  # fmt: skip
     """None when the Hopper kernel takes this call, else the reason in words why it does not.
 
     Masks, softcap and sinks are all taken; what the copy engine cannot address is not.
@@ -48,7 +50,7 @@ def supports_prefill(q, k, v, *, paged=False, scale=None, causal=False, right=No
         return f"the values are wider than the keys ({v.shape[-1]} against {q.shape[-1]})"
     if scale is not None and abs(scale) < 1e-37:
         return "a scale of zero"
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    for name, x in (("q", q), ("k", k), ("v", v), *([] if out is None else [("out", out)])):
         if x.stride(-1) != 1 or x.data_ptr() % 16 or any(s % 8 or s <= 0 for s in x.stride()[:-1]):
             return f"{name} has strides {x.stride()}; the copy engine wants rows of neighbours and strides of 16 bytes"
         if 0 in x.shape:
@@ -120,6 +122,55 @@ def fit_section(heads, most):
     return divisor if 2 * divisor >= most else most
 
 
+@functools.lru_cache(maxsize=4096)
+def plan_prefill(
+    num_seqs, num_heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v, masked_right, ragged, paged, longest, processors,
+    num_splits=None, config=None,
+):  # fmt: skip
+    """How a call is launched: (compile-time arguments, row tiles, splits of the keys, heads of a section, programs).
+
+    seqlen_q, seqlen_k: of a sequence, or of all packed ones together; with pages, keys that a block table can address.
+    masked_right: whether keys to the right of a query are hidden. longest: most queries of a sequence, or None.
+    config: items of launch parameters that replace the tuned ones.
+    """
+    (width, _), (width_v, _) = width_of(head_dim), width_of(head_dim_v)
+    longest = (longest or seqlen_q) if ragged else seqlen_q
+    # Turns pay where exponentials are many or every tile is whole; under the diagonal the groups drift apart by themselves.
+    turns = not masked_right or width < 128
+    chosen = {"DYNAMIC": True, "TURNS": turns, "K_AHEAD": True, **config_for(width, width_v, longest <= SHORT), **dict(config or ())}
+    section, grid, block_m = chosen.pop("section", None), chosen.pop("grid", None), 64 * chosen["WG"]
+    num_m = seqlen_q // block_m + num_seqs if ragged else -(-seqlen_q // block_m)
+    tiles = num_m * num_heads * (1 if ragged else num_seqs)
+    if num_splits is None:
+        keys = seqlen_k if paged or not ragged else seqlen_k // max(1, num_seqs)
+        num_splits = choose_splits(tiles, keys, chosen["N"], processors)
+    if section is None:
+        section = group * max(1, L2_BYTES // (2 * seqlen_k * (head_dim + head_dim_v)))
+        if masked_right:  # fewer leave the end of a section to a few long tiles
+            section = max(8, section)
+    return chosen, num_m, num_splits, fit_section(num_heads * num_seqs, section), min(tiles * num_splits, grid or processors)
+
+
+def describe_prefill(p, right, *, ragged=False, page_size=0, processors=132):
+    """Sentences about how a problem (fields of ``AttentionProblem``) is launched, for ``explain``."""
+    rows = p.B * p.Sq if ragged else p.Sq
+    keys = -(-p.Sk // page_size) * page_size if page_size else p.B * p.Sk if ragged else p.Sk
+    config, num_m, splits, section, grid = plan_prefill(
+        p.B, p.Hq, p.Hq // p.Hkv, rows, keys, p.D, p.Dv, right is not None, ragged, page_size > 0, p.Sq, processors
+    )
+    (_, (d1, d2)) = width_of(p.D)
+    tiles = num_m * p.Hq * (1 if ragged else p.B)
+    lines = [
+        f"Tiles: {64 * config['WG']} queries, {config['WG']} warp groups of 64 rows, by {config['N']} keys; "
+        f"{config['STAGES']} tiles of K and of V under way, brought by a warp of their own.",
+        f"A head of {p.D} is computed as {d1}{f' + {d2}' if d2 else ''} columns; what lies beyond is filled with zeros.",
+        f"Work: {tiles} tiles{f' in {splits} splits of the keys each, merged by a second launch' if splits > 1 else ''}, drawn from a "
+        f"counter by {grid} programs; {section} heads side by side, so that their K and V stay in the L2 cache.",
+    ]
+    lines.append("The warp groups take turns on the tensor cores." if config["TURNS"] else "The warp groups run freely: under the diagonal they drift apart by themselves.")
+    return lines
+
+
 def launch_prefill(
     q, k, v, out, lse, *, cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, seq_lens=None, max_seqlen_q=None,
     causal=False, right=None, scale, windows=None, softcap=0.0, sinks=None, num_splits=None, config=None,
@@ -148,26 +199,15 @@ def launch_prefill(
         q4, k4, v4, out4, num_seqs, seqlen_k = q, k, v, out, q.shape[0], k.shape[2]
     (_, num_heads, seqlen_q, head_dim), head_dim_v, num_kv_heads = q4.shape, v4.shape[3], k4.shape[1]
     (width, (d1, d2)), (width_v, (v1, v2)) = width_of(head_dim), width_of(head_dim_v)
-    longest = (max_seqlen_q or seqlen_q) if ragged else seqlen_q
-    # Turns pay where exponentials are many or every tile is whole; under the diagonal the groups drift apart by themselves.
-    turns = right is None or width < 128
-    chosen = {"DYNAMIC": True, "TURNS": turns, "K_AHEAD": True, **config_for(width, width_v, longest <= SHORT), **(config or {})}
-    section, block_n, block_m = chosen.pop("section", None), chosen["N"], 64 * chosen["WG"]
-    num_m = seqlen_q // block_m + num_seqs if ragged else -(-seqlen_q // block_m)
-    tiles = num_m * num_heads * (1 if ragged else num_seqs)
-    processors = _processors(q.device)
-    if num_splits is None:
-        keys = seqlen_k if block_table is not None or not ragged else seqlen_k // max(1, num_seqs)
-        num_splits = choose_splits(tiles, keys, block_n, processors)
-    group = num_heads // num_kv_heads
-    if section is None:
-        section = group * max(1, L2_BYTES // (2 * seqlen_k * (head_dim + head_dim_v)))
-        if right is not None:  # fewer leave the end of a section to a few long tiles
-            section = max(8, section)
-    section = fit_section(num_heads * num_seqs, section)
+    group, processors = num_heads // num_kv_heads, _processors(q.device)
+    config, num_m, num_splits, section, grid = plan_prefill(
+        num_seqs, num_heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v, right is not None, ragged, page_size > 0,
+        max_seqlen_q, processors, num_splits, None if config is None else tuple(sorted(config.items())),
+    )  # fmt: skip
+    block_n = config["N"]
+    sinks, seq_lens, block_table = (x if x is None or x.is_contiguous() else x.contiguous() for x in (sinks, seq_lens, block_table))
     table = None if windows is None else windows.table(q.device)
-    work = tiles * num_splits
-    grid = min(work, chosen.pop("grid", 0) or processors)
+    work = num_m * num_heads * (1 if ragged else num_seqs) * num_splits
     target, target_lse, strides_o = out, lse, (out4.stride(2), out4.stride(1))
     if num_splits > 1:
         rows = (num_heads * seqlen_q) * (1 if ragged else num_seqs)
@@ -177,7 +217,7 @@ def launch_prefill(
     key_rows = min(page_size, block_n) if page_size else block_n
     positive = abs(scale)
     with torch.cuda.device(q.device):
-        counter = _counter(q.device) if chosen["DYNAMIC"] else None
+        counter = _counter(q.device) if config["DYNAMIC"] else None
         dflash2_prefill_hopper[(grid,)](
             *_describe_parts(q4, 64, d1, d2), *_describe_parts(k4, key_rows, d1, d2),
             *_describe_parts(v4, key_rows, v1, v2), *_describe_parts(out4, 64, v1, v2),
@@ -188,7 +228,7 @@ def launch_prefill(
             D1=d1, D2=d2, V1=v1, V2=v2, HEAD_V=head_dim_v, HAS_RIGHT=right is not None, RAGGED=ragged, PAGE=page_size,
             NUM_RANGES=0 if windows is None else len(windows), CAP=softcap > 0, NEGATIVE=scale < 0,
             HAS_SINKS=sinks is not None, HAS_LSE=target_lse is not None, SPLIT=num_splits > 1,
-            DT=gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16, num_warps=4, **chosen,
+            DT=gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16, num_warps=4, **config,
         )  # fmt: skip
         if num_splits > 1:
             merge_splits(target, target_lse, out4, lse, sinks)
@@ -285,6 +325,7 @@ def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right
         part_rows = row_tiles * slots * MLA_TILE
         workspace.reserve(part_rows * 513, 0)
         part_out, part_lse = workspace.partials, workspace.partials[part_rows * 512 :]
+    sinks, seq_lens, block_table = (x if x is None or x.is_contiguous() else x.contiguous() for x in (sinks, seq_lens, block_table))
     flat = torch.as_strided(q, (batch, rows, head_dim), (q.stride(0), q.stride(2), 1)) if batch * rows else q
     key_rows = min(page_size, MLA_TILE)
     block_b = min(1024, max(128, 1 << (batch - 1).bit_length()))

@@ -4,6 +4,7 @@ import functools
 
 import torch
 
+from ladder.step06_paged.attention import processors
 from ladder.step07_dflash1.attention import arch, prefill_config
 
 RUNG = "step08_dflash2"
@@ -88,7 +89,8 @@ def explain(
     if hopper is not None:
         why = hopper.supports_prefill(q, k, v, paged=paged, causal=p.causal, right=right, windows=windows, softcap=softcap, sinks=sinks or None)
         if why is None:
-            return "\n".join([*lines, "Kernel: Gluon for sm_90 (TMA, wgmma, specialised warps), which is built for this call."])
+            lines.append("Kernel: dflash2_prefill_hopper, Gluon for sm_90 (TMA, wgmma, specialised warps).")
+            return "\n".join([*lines, *hopper.describe_prefill(p, right, ragged=ragged, page_size=page_size, processors=processors(device))])
     major = arch(device)
     where = f"sm_{major}" if device.type == "cuda" else "Triton's interpreter, with a Hopper's tiles"
     lines.append(f"Kernel: dflash2_prefill, portable Triton, on {where}" + (f", because the sm_90 kernel has no case for it: {why}." if why else "."))

@@ -1,0 +1,152 @@
+"""The Hopper kernels without a Hopper: what they take, how they are launched, and (on a GPU) that they are right."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from ladder.lab.problem import AttentionProblem
+from ladder.step08_dflash2 import RangeWindows, eager, explain, hopper
+
+BF16 = torch.bfloat16
+
+
+def tensors(d=128, dv=128, dtype=BF16, length=64):
+    return [torch.empty(2, h, length, n, dtype=dtype) for h, n in ((8, d), (2, d), (2, dv))]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda q, k, v: (q.float(), k.float(), v.float()), "float32"),
+        (lambda q, k, v: (q, k, v[..., ::2]), "v has strides"),
+        (lambda q, k, v: (q, k[..., 1:], v), "k has strides"),
+        (lambda q, k, v: (q.expand(2, 8, 64, 128), k[:, :1].expand(2, 2, 64, 128), v), "k has strides"),
+        (lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), "is empty"),
+        (lambda q, k, v: (q[..., :64], k[..., :64], v), "wider than the keys"),
+    ],
+)
+def test_what_the_copy_engine_cannot_address_is_refused_with_a_reason(change, reason):
+    assert hopper.supports_prefill(*tensors()) is None
+    assert reason in hopper.supports_prefill(*change(*tensors()))
+
+
+def test_out_and_pages_are_looked_at_too():
+    q, k, v = tensors()
+    assert "out has strides" in hopper.supports_prefill(q, k, v, out=torch.empty(2, 8, 64, 129, dtype=BF16)[..., :128])
+    pages = torch.empty(9, 48, 2, 128, dtype=BF16)
+    assert "page_size 48" in hopper.supports_prefill(q[0].transpose(0, 1), pages, pages, paged=True)
+    assert "scale of zero" in hopper.supports_prefill(q, k, v, scale=0.0)
+
+
+def test_mla_is_built_for_deepseek():
+    q, cache = torch.empty(2, 1, 16, 576, dtype=BF16), torch.empty(9, 64, 576, dtype=BF16)
+    out = torch.empty(2, 1, 16, 512, dtype=BF16)
+    assert hopper.supports_mla(q, cache, out, scale=0.1) is None
+    assert "576/512" in hopper.supports_mla(q[..., :320], cache[..., :320], out[..., :256], scale=0.1)
+    assert "portable" in hopper.supports_mla(q, cache, out, scale=0.1, softcap=3.0)
+    assert "page_size 8" in hopper.supports_mla(q, cache[:, :8], out, scale=0.1)
+
+
+@pytest.mark.parametrize("head_dim", (8, 40, 64, 72, 96, 112, 128, 160, 192, 256))
+def test_tiles_cover_the_head(head_dim):
+    width, parts = hopper.width_of(head_dim)
+    assert sum(parts) == width >= head_dim
+    assert all(part == 0 or part & (part - 1) == 0 for part in parts)
+
+
+@pytest.mark.parametrize("short", (False, True))
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)])
+def test_tiles_and_barriers_fit_the_chip(d, dv, short):
+    config = hopper.config_for(d, dv, short)
+    rows, n = 64 * config["WG"], config["N"]
+    shared = 2 * (rows * d + config["STAGES"] * n * (d + dv) + (0 if config["O_IN_Q"] else rows * dv)) + 1024
+    assert shared <= 227 * 1024
+    assert 5 + 2 * config["STAGES"] <= 13  # hardware barriers: two a stage from 5 on, turns from 13 on
+    threads = 128 * config["WG"]
+    assert threads * config["CONSUMER_REGS"] + 128 * config["PRODUCER_REGS"] <= 65536
+
+
+def test_sections_are_even():
+    assert hopper.fit_section(16, 3) == 2  # not 3, 3, 3, 3, 3, 1: the one would run alone
+    assert hopper.fit_section(64, 12) == 8
+    assert hopper.fit_section(7, 3) == 3  # a prime has no better
+    assert hopper.fit_section(5, 99) == 5
+
+
+def test_keys_are_split_only_where_tiles_do_not_fill_the_chip():
+    assert hopper.choose_splits(tiles=132, seqlen_k=1 << 17, block_n=128, processors=132) == 1
+    assert hopper.choose_splits(tiles=1, seqlen_k=256, block_n=128, processors=132) == 1
+    splits = hopper.choose_splits(tiles=16, seqlen_k=1 << 17, block_n=128, processors=132)
+    assert 7 <= splits <= 9  # 16 x 8 = 128 of 132 processors
+
+
+def test_mla_gives_a_small_batch_to_the_whole_chip():
+    row_tiles, found, slots, *_ = hopper.plan_mla(1, 16, 32768, 132, None)
+    assert (row_tiles, found) == (1, True) and slots >= 128
+    assert hopper.plan_mla(8, 128, 4096, 132, 3)[:4] == (2, False, 24, 3)
+    assert hopper.plan_mla(4, 16, 64, 132, None)[1:3] == (False, 4)
+
+
+@pytest.mark.parametrize("causal", (False, True))
+def test_explain_says_what_is_launched(causal):
+    p = AttentionProblem(B=1, Hq=16, Sq=16384, Sk=16384, D=192, Dv=128, causal=causal, dtype="bfloat16")
+    with (
+        mock.patch("ladder.step08_dflash2.attention.hopper_code", lambda _: hopper),
+        mock.patch("ladder.step08_dflash2.attention.device_code", lambda *_: object()),
+    ):
+        text = explain(p, device="cpu")
+    assert "dflash2_prefill_hopper" in text and "128 + 64 columns" in text
+    assert ("8 heads side by side" in text) == causal  # without a diagonal, as many as the L2 cache holds
+    assert ("take turns" in text) == (not causal)
+
+
+# On a GPU
+
+
+def hopper_only():
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+
+
+CASES = {
+    "causal": dict(causal=True), "dense": dict(), "d64": dict(D=64, causal=True), "d64 long": dict(D=64, Sq=2500, Sk=2500, causal=True),
+    "192/128": dict(D=192, Dv=128, causal=True), "d256": dict(D=256), "d80": dict(D=80, causal=True), "fp16": dict(dtype=torch.float16),
+    "more queries": dict(Sq=500, Sk=150, causal=True), "one query": dict(Sq=1, Sk=777), "split": dict(Sq=60, Sk=3000, num_splits=3, causal=True),
+    "sinks": dict(sinks=True, causal=True), "sinks, split": dict(Sq=60, Sk=3000, num_splits=4, sinks=True),
+    "softcap": dict(softcap=15.0), "negative": dict(scale=-0.1, causal=True), "right": dict(right=37),
+    "window": dict(Sq=900, Sk=900, causal=True, windows=RangeWindows.sink_window(20, 130)),
+    "prefix": dict(Sq=700, Sk=900, causal=True, windows=RangeWindows.prefix_local(-100, 3, 50)),
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_hopper_prefill_is_right(name):
+    hopper_only()
+    case = dict(dict(Sq=300, Sk=520, D=128, dtype=BF16, causal=False, scale=0.1, num_splits=1, windows=None, softcap=0.0, right=None), **CASES[name])
+    dv = case.pop("Dv", case["D"])
+    torch.manual_seed(0)
+    shapes = (2, 4, case["Sq"], case["D"]), (2, 2, case["Sk"], case["D"]), (2, 2, case["Sk"], dv)
+    q, k, v = (torch.randn(s, device="cuda", dtype=case["dtype"]) for s in shapes)
+    sinks = torch.randn(4, device="cuda") if case.pop("sinks", False) else None
+    options = {name: case[name] for name in ("causal", "scale", "windows", "softcap", "right")} | {"sinks": sinks}
+    out = torch.full((2, 4, case["Sq"], dv), float("nan"), device="cuda", dtype=case["dtype"])
+    lse = torch.full((2, 4, case["Sq"]), float("nan"), device="cuda")
+    assert hopper.supports_prefill(q, k, v, out=out) is None
+    hopper.launch_prefill(q, k, v, out, lse, num_splits=case["num_splits"], **options)
+    exact, exact_lse = eager.attention(q.float(), k.float(), v.float(), return_lse=True, **options)
+    torch.testing.assert_close(out.float(), exact, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse, exact_lse, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.gpu
+def test_hopper_prefill_gives_the_same_bits_a_thousand_times():
+    """Programs draw their work from a counter, in another order every time."""
+    hopper_only()
+    q, k, v = (torch.randn(2, h, 1500, 128, device="cuda", dtype=BF16) for h in (8, 2, 2))
+    first, out = torch.empty_like(q), torch.empty_like(q)
+    hopper.launch_prefill(q, k, v, first, None, causal=True, scale=0.1)
+    for _ in range(1000):
+        hopper.launch_prefill(q, k, v, out, None, causal=True, scale=0.1)
+        assert torch.equal(out, first)
