@@ -198,7 +198,7 @@ def launch_prefill(
     else:
         q4, k4, v4, out4, num_seqs, seqlen_k = q, k, v, out, q.shape[0], k.shape[2]
     (_, num_heads, seqlen_q, head_dim), head_dim_v, num_kv_heads = q4.shape, v4.shape[3], k4.shape[1]
-    (width, (d1, d2)), (width_v, (v1, v2)) = width_of(head_dim), width_of(head_dim_v)
+    (_, (d1, d2)), (_, (v1, v2)) = width_of(head_dim), width_of(head_dim_v)
     group, processors = num_heads // num_kv_heads, _processors(q.device)
     config, num_m, num_splits, section, grid = plan_prefill(
         num_seqs, num_heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v, right is not None, ragged, page_size > 0,
