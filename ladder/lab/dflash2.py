@@ -31,7 +31,7 @@ from .windows import WindowOracle
 OURS, V1 = "step08_dflash2", "step07_dflash1"
 RECORDS = {
     OURS: "python -m ladder.bench_v2 --json notebooks/results/step08_dflash2.json",
-    "step08_variants": "the variants of the Hopper kernel, measured side by side,",
+    "step08_variants": "python -m ladder.bench_variants --json notebooks/results/step08_variants.json",
     "step08_fusion": "python -m ladder.bench_fusion --json notebooks/results/step08_fusion.json",
 }
 
