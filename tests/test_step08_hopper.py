@@ -1,10 +1,15 @@
 """The Hopper kernels without a Hopper: what they take, how they are launched, and (on a GPU) that they are right."""
 
+import json
+import os
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
 import torch
 
+from ladder.lab import compile_matrix
 from ladder.lab.problem import AttentionProblem
 from ladder.step08_dflash2 import RangeWindows, eager, explain, hopper
 
@@ -150,3 +155,28 @@ def test_hopper_prefill_gives_the_same_bits_a_thousand_times():
     for _ in range(1000):
         hopper.launch_prefill(q, k, v, out, None, causal=True, scale=0.1)
         assert torch.equal(out, first)
+
+
+# What the compiler makes of them, on any machine
+
+
+def test_hopper_kernels_compile_without_spills_in_their_loops():
+    """The plain causal prefill and MLA decode: tensor cores of sm_90, products under way together, nothing spilled in loops."""
+    code = """
+import json
+from ladder.lab.compile import compile_for
+from ladder.step08_dflash2.hopper_compile_cases import hopper_compile_cases
+for name, kernel, args, kwargs in hopper_compile_cases():
+    if name.startswith(("d128/128 bfloat16 causal 4096  prefill", "MLA 16 heads q_len 1")):
+        c = compile_for("sm_90", kernel, *args, **kwargs)
+        print(json.dumps([name, c.count("HGMMA"), c.serialized, c.hot_loop_spills, c.shared]))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(p for p in (str(compile_matrix.ROOT), os.environ.get("PYTHONPATH")) if p)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=compile_matrix.ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 3  # prefill, MLA, its merge
+    for name, products, serialized, spills, shared in rows:
+        assert not serialized and spills <= 2 and shared <= 227 * 1024, name  # Triton 3.8 spills a word of MLA's
+        assert products >= 80 or "merge" in name
