@@ -308,3 +308,52 @@ def test_everything_is_exported():
     for name in ("rope_tables", "yarn_mscale", "fused_add_norm", "BlockOutput", "DFlash2AttentionBlock", "DFlash2MLABlock", "Router",
                  "AttentionBatch", "get_decode_schedule", "DecodeWorkspace", "RangeWindows", "Range"):  # fmt: skip
         assert name in step08.__all__ and name in dir(step08) and getattr(step08, name).__doc__
+
+
+# Blocks
+
+
+@pytest.mark.parametrize("name, bad, error", [
+    ("num_heads", 3, ValueError), ("dtype", torch.int32, ValueError), ("dtype", "float32", TypeError), ("windows", "all", TypeError),
+    ("softcap", "30", TypeError), ("softcap", -1.0, ValueError), ("scale", "1", TypeError), ("scale", math.nan, ValueError),
+    ("norm_eps", -1.0, ValueError), ("sinks", "yes", TypeError), ("interleaved", None, TypeError), ("qk_norm", 1, TypeError),
+    ("router", 3, TypeError),
+], ids=str)  # fmt: skip
+def test_block_sizes(name, bad, error):
+    given = dict(hidden=32, num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+    with pytest.raises(error, match=f"{name} is"):
+        step08.DFlash2AttentionBlock(**{**given, name: bad})
+    if name in ("num_heads", "qk_norm"):
+        return
+    with pytest.raises(error, match=f"{name} is"):
+        step08.DFlash2MLABlock(**{**dict(hidden=32, num_heads=2, dtype=torch.float32), name: bad})
+
+
+@pytest.mark.parametrize("batch", [None, {}, step08.AttentionBatch(torch.arange(4), torch.arange(4), None, None)], ids=["None", "dict", "fields"])
+def test_block_batch(batch):
+    block = step08.DFlash2AttentionBlock(32, 4, 2, 16, dtype=torch.float32)
+    cos, sin = step08.rope_tables(16, 64)
+    with pytest.raises(TypeError, match="batch"):
+        block(torch.randn(4, 32), None, cos, sin, batch, torch.zeros(4, 4, 2, 16), torch.zeros(4, 4, 2, 16))
+
+
+# transformers, of which no part is needed to call a layer's attention
+
+
+@pytest.mark.parametrize("name, bad, error", [
+    ("query", None, TypeError), ("query", torch.randn(4, 6, 16), ValueError), ("key", [1], TypeError), ("value", torch.randn(9, 16), ValueError),
+    ("sliding_window", -3, ValueError), ("sliding_window", 2.5, TypeError), ("backend", "dflash3", ValueError),
+], ids=lambda x: x if isinstance(x, str) else "")  # fmt: skip
+def test_attention_forward(name, bad, error):
+    from ladder.integrations.transformers import attention_forward
+
+    q, k, v = dense().values()
+    with pytest.raises(error, match=f"{name} is"):
+        attention_forward(**{**dict(module=torch.nn.Identity(), query=q, key=k, value=v, attention_mask=None), name: bad})
+
+
+def test_register_wants_a_flag():
+    from ladder.integrations.transformers import register
+
+    with pytest.raises(TypeError, match="fallback is 'no'"):
+        register(fallback="no")

@@ -73,7 +73,7 @@ def yarn_mscale(factor, mscale=1.0):
 
     Source: Peng et al., "YaRN", section 3.4.
     """
-    factor, mscale = _check_number("factor", factor, signed=True), _check_number("mscale", mscale, signed=True)
+    factor, mscale = check_number("factor", factor, signed=True), check_number("mscale", mscale, signed=True)
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -184,7 +184,7 @@ def fused_qkv_rope_append(
     if v_cache.shape != k_cache.shape:
         raise ValueError(f"{RUNG}: v_cache has shape {tuple(v_cache.shape)}; want {tuple(k_cache.shape)}, that of k_cache")
     _expect("slot_mapping", slot_mapping, (tokens,), INTEGERS, device, contiguous=True)
-    norm_eps = _check_number("norm_eps", norm_eps)
+    norm_eps = check_number("norm_eps", norm_eps)
     _check_options(workspace, device, interleaved=interleaved, fused=fused)
     out = _output("out", out, x, (tokens, num_heads, head_dim))
     _check_no_grad(x, weight_qkv, bias, q_norm_weight, k_norm_weight, k_cache, v_cache, out)
@@ -247,7 +247,7 @@ def fused_mla_append(
     _expect("q_pe", q_pe, (tokens, "H", rot_dim), own, device)
     num_heads = q_pe.shape[1]
     _expect("q_nope", q_nope, (tokens, num_heads, "n"), own, device, optional=True)
-    norm_eps = _check_number("norm_eps", norm_eps)
+    norm_eps = check_number("norm_eps", norm_eps)
     _check_options(workspace, device, interleaved=interleaved, fused=fused)
     out = _output("out", out, x, (tokens, num_heads, rot_dim + (0 if q_nope is None else q_nope.shape[2])))
     _check_no_grad(x, weight, kv_norm_weight, q_pe, q_nope, latent_cache, out)
@@ -332,8 +332,8 @@ def fused_norm_router(
     if num_experts > MAX_EXPERTS:
         raise NotImplementedError(f"{RUNG}: gate_weight has {num_experts} experts; the router holds up to {MAX_EXPERTS}")
     _check_hidden(x)
-    eps = _check_number("eps", eps)
-    scaling = _check_number("routed_scaling_factor", routed_scaling_factor, signed=True)
+    eps = check_number("eps", eps)
+    scaling = check_number("routed_scaling_factor", routed_scaling_factor, signed=True)
     check_flag(RUNG, "renormalize", renormalize)
     _check_options(workspace, device, fused=fused)
     if fused and x.shape[0] > FEW_TOKENS:
@@ -366,7 +366,7 @@ def fused_add_norm(x, residual, norm_weight, *, eps=1e-6):
     _expect("residual", residual, tuple(x.shape), (x.dtype,), x.device, optional=True)
     _expect("norm_weight", norm_weight, (x.shape[1],), FLOATS, x.device, contiguous=True)
     _check_hidden(x)
-    eps = _check_number("eps", eps)
+    eps = check_number("eps", eps)
     _check_no_grad(x, residual, norm_weight)
     run = torch.ops.ladder.dflash2_add_norm if _as_operator() else _add_norm
     normed, residual_out = run(x, residual, norm_weight, eps)
@@ -733,7 +733,7 @@ def _check_options(workspace, device, *, fused, **flags):
         raise ValueError(f"{RUNG}: workspace is on {workspace.partials.device}; want a DecodeWorkspace on {device}")
 
 
-def _check_number(name, value, signed=False):
+def check_number(name, value, signed=False):
     """A finite float, not negative unless ``signed``."""
     wanted = "a finite number" if signed else "a finite number, 0 or more"
     if isinstance(value, bool) or not isinstance(value, (int, float)) and not isinstance(value, numbers.Real):
