@@ -90,7 +90,7 @@ class _Block(nn.Module):
             check_flag(RUNG, name, value)
         if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
             wrong = ValueError if isinstance(dtype, torch.dtype) else TypeError
-            raise wrong(f"{RUNG}: dtype is {dtype!r}; want torch.float16, torch.bfloat16 or torch.float32")
+            raise wrong(f"{RUNG}: dtype is {dtype!r}; want float16, bfloat16 or float32")
         self.scale = None if scale is None else check_scale(RUNG, scale, 1)
         nothing = torch.empty(0, device="meta")  # whose device and dtype no check below asks for
         windows, softcap, _ = check_options((nothing,), num_heads, True, windows, softcap, None, False, None)

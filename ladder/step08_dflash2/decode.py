@@ -155,7 +155,7 @@ def get_decode_schedule(
         raise ValueError(f"{RUNG}: num_heads is {num_heads}; want a multiple of num_kv_heads = {num_kv_heads}")
     if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
         wrong = ValueError if isinstance(dtype, torch.dtype) else TypeError
-        raise wrong(f"{RUNG}: dtype is {dtype!r}; want torch.float16, torch.bfloat16 or torch.float32")
+        raise wrong(f"{RUNG}: dtype is {dtype!r}; want float16, bfloat16 or float32")
     windows = _check_windows(windows)
     merge_config(RUNG, {}, config)
     if seq_lens.is_meta:
