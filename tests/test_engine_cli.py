@@ -79,12 +79,35 @@ def test_errors_of_arguments(capsys):
         (("generate", "--prompt", "x", "--window", "4"), "is not SINK,WINDOW"),
         (("bench", "--input-len", "0"), "--input-len: 0; want at least 1"),
         (("bench", "--json", "/nowhere/x.json"), "cannot write /nowhere/x.json"),
+        (("generate", "--prompt", "x", "--window", "4"), "argument --window: '4' is not"),
+        (("bench", "--memory-table", "--requests", "-1"), "--requests: -1; want at least 0"),
+        (("bench", "--with-transformers"), "transformers has no tiny-moe"),
+        (("quality", "--sequences", "0"), "--sequences: 0; want at least 1"),
+        (("quality", "--context", "0"), "--context: 0; want at least 2"),
     ):
         with pytest.raises(SystemExit):
             run(*arguments)
         assert message in capsys.readouterr().err
     assert run("generate", "--model", "deepseek-v2-lite", "--prompt", "x") == 2
     assert "give the prompt as numbers, --prompt-ids" in capsys.readouterr().err
+
+
+def test_bench_says_first_that_transformers_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        run("bench", "--model", "deepseek-v2-lite", "--with-transformers")
+    assert "needs the package transformers" in capsys.readouterr().err
+
+
+def test_weights_that_are_no_safetensors(tmp_path, capsys):
+    (tmp_path / "weights").write_text("[project]")
+    assert run("generate", "--prompt", "x", "--checkpoint", tmp_path / "weights", "--device", "cpu") == 2
+    assert "is no safetensors file" in capsys.readouterr().err
+
+
+def test_quality_beyond_the_context(weights, capsys):
+    assert run("quality", "--context", "257", "--sequences", "1", "--checkpoint", weights, "--device", "cpu") == 2
+    assert "context is 257; want at most 256" in capsys.readouterr().err
 
 
 def test_bench_writes_results(weights, tmp_path, capsys):

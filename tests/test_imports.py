@@ -126,3 +126,28 @@ def test_every_module_has_a_docstring():
 
     for path in sorted((ROOT / "ladder").rglob("*.py")):
         assert ast.get_docstring(ast.parse(path.read_text())), f"{path.relative_to(ROOT)} has no docstring"
+
+
+def test_step_08_brings_all_its_names_without_triton_or_the_lab():
+    """A server wants the kernels, not the instruments they were measured with."""
+    out = python(
+        WITHOUT_TRITON
+        + """
+import ladder.step08_dflash2 as step08
+for name in step08.__all__:
+    getattr(step08, name)
+print([name for name in sys.modules if name.startswith("ladder.lab") or name.split(".")[0] == "triton"])
+"""
+    )
+    assert out.strip() == "[]"
+
+
+def test_data_files_are_shipped():
+    """setuptools installs no file beside the modules that ``package-data`` does not name."""
+    tomllib = pytest.importorskip("tomllib")
+    shipped = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    for folder in (ROOT / "ladder").rglob("data"):
+        package = folder.parent
+        patterns = shipped.get(".".join(package.relative_to(ROOT).parts), [])
+        found = {path for pattern in patterns for path in package.glob(pattern)}
+        assert found >= {path for path in folder.iterdir() if path.is_file()}, folder

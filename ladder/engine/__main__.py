@@ -2,6 +2,7 @@
 
 import argparse
 import codecs
+import importlib.util
 import sys
 import time
 from pathlib import Path
@@ -76,14 +77,25 @@ def parse_args(argv=None):
             parser.error("argument --prompt: want prompts as text or as --prompt-ids")
         if args.window:
             try:
-                args.window = tuple(int(n) for n in args.window.split(","))
-                assert len(args.window) == 2
-            except (ValueError, AssertionError):
+                sink, window = (int(n) for n in args.window.split(","))
+            except ValueError:
                 parser.error(f"argument --window: {args.window!r} is not SINK,WINDOW; want two integers such as 4,1020")
+            args.window = sink, window
+    if args.command == "quality":
+        for option, least in (("context", 2), ("sequences", 1)):
+            value = getattr(args, option)
+            if value is not None and value < least:
+                parser.error(f"argument --{option}: {value}; want at least {least}")
     if args.command == "bench":
         for option in ("input_len", "output_len", "concurrency", "repeats"):
             if getattr(args, option) < 1:
                 parser.error(f"argument --{option.replace('_', '-')}: {getattr(args, option)}; want at least 1")
+        if args.requests < 0:
+            parser.error(f"argument --requests: {args.requests}; want at least 0")
+        if args.with_transformers and args.model == "tiny-moe":
+            parser.error("argument --with-transformers: transformers has no tiny-moe; want --model deepseek-v2-lite")
+        if args.with_transformers and importlib.util.find_spec("transformers") is None:
+            parser.error("argument --with-transformers: needs the package transformers (pip install transformers)")
     return args
 
 

@@ -5,6 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from ladder.contract import check_integer
 from ladder.lab import results
 
 from . import corpus
@@ -53,16 +54,23 @@ def bits_per_byte(model, windows_of_text, policy, second_half=True):
 
 
 def table(*, weights=tiny_moe.WEIGHTS, context=None, sequences=16, device="cpu", dtype=None, root=None, names=None, progress=None):
-    """Results rows: ``bits_per_byte`` of every policy on the same held-out sequences, and the share of key tiles it visits.
+    """Results rows: ``bits_per_byte`` of every policy on the same held-out sequences, and ``visible_pairs``, the share of
+    the causal mask's pairs that it sees.
 
     Args:
         context: tokens of a sequence; None is the model's. sequences: how many, spread over the held-out text.
         root: folder of Python sources, None is the running Python's library. names: policies to run, None for all.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what is wanted. As ``tiny_moe.load``.
     """
     device = torch.device(device)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     model = tiny_moe.load(weights, dtype, device)
-    context = context or model.config.context
+    context = model.config.context if context is None else check_integer("quality", "context", context, 2)
+    sequences = check_integer("quality", "sequences", sequences, 1)
+    if context > model.config.context:
+        raise ValueError(f"quality: context is {context}; want at most {model.config.context}, that of the model")
     docs = corpus.documents(root)
     text = torch.frombuffer(bytearray(corpus.join([d for d in docs if d[2]])), dtype=torch.uint8)
     if len(text) < context + 1:

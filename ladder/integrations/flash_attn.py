@@ -16,6 +16,7 @@ Hints that may change speed but no value are accepted: ``pack_gqa`` (groups are 
 
 import torch
 
+from ladder.contract import check_cu_seqlens, check_flag, check_integer
 from ladder.step08_dflash2 import RangeWindows, dflash2_decode
 from ladder.step08_dflash2.attention import dense, paged_prefill, varlen
 from ladder.step08_dflash2.decode import get_decode_schedule
@@ -26,6 +27,7 @@ __all__ = [
 
 MAX_HEAD_DIM = 256  # of step 08; wider values are computed in column blocks of so many
 MAX_DECODE_TOKENS = 16
+INTEGERS = (torch.int32, torch.int64)
 
 
 def flash_attn_func(
@@ -50,9 +52,14 @@ def flash_attn_func(
     Raises:
         NotImplementedError: naming the argument. TypeError, ValueError: as ``ladder.step08_dflash2.dflash2_attention``.
     """
-    _refuse("flash_attn_func", qv, q_descale, k_descale, v_descale, attention_chunk, q)
-    sinks = _sinks("flash_attn_func", learnable_sink, s_aux)
-    causal, windows, right = _mask("flash_attn_func", causal, window_size, q.shape[1], k.shape[1])
+    name = "flash_attn_func"
+    _refuse(name, qv, q_descale, k_descale, v_descale, attention_chunk, q)
+    _tensor(name, "q", q, "B", "Sq", "Hq", "D")
+    _tensor(name, "k", k, q.shape[0], "Sk", "Hkv", q.shape[3], like=q)
+    _tensor(name, "v", v, *k.shape[:3], "Dv", like=q)
+    check_flag(name, "return_attn_probs", return_attn_probs)
+    sinks = _sinks(name, learnable_sink, s_aux)
+    causal, windows, right = _mask(name, causal, window_size, q.shape[1], k.shape[1])
 
     def run(q, k, v):
         out = q.new_empty(*q.shape[:3], v.shape[3])
@@ -65,7 +72,7 @@ def flash_attn_func(
         )  # fmt: skip
         return out, lse
 
-    out, lse = _forward_only("flash_attn_func", run, q, k, v)
+    out, lse = _forward_only(name, run, q, k, v)
     return (out, lse) if return_attn_probs else out
 
 
@@ -87,9 +94,24 @@ def flash_attn_varlen_func(
 
     Returns:
         (total_q, Hq, Dv); with return_attn_probs also (Hq, total_q) float32.
+
+    Raises:
+        As ``flash_attn_func``.
     """
     name = "flash_attn_varlen_func"
     _refuse(name, qv, q_descale, k_descale, v_descale, attention_chunk, q)
+    _tensor(name, "q", q, "total_q", "Hq", "D")
+    _tensor(name, "k", k, "total_k", "Hkv", q.shape[2], like=q)
+    _tensor(name, "v", v, *k.shape[:2], "Dv", like=q)
+    batch = _starts(name, "cu_seqlens_q", cu_seqlens_q, "B + 1", q, q.shape[0] if seqused_q is not None else None)
+    _starts(name, "cu_seqlens_k", cu_seqlens_k, batch + 1, q, k.shape[0] if seqused_k is not None else None)
+    _used(name, "seqused_q", seqused_q, cu_seqlens_q, batch, q)
+    _used(name, "seqused_k", seqused_k, cu_seqlens_k, batch, q)
+    max_seqlen_q, max_seqlen_k = (
+        None if most is None else check_integer(name, argument, most, 0, optional=True)
+        for argument, most in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
+    )
+    check_flag(name, "return_attn_probs", return_attn_probs)
     sinks = _sinks(name, learnable_sink, s_aux)
     causal, windows, right = _mask(name, causal, window_size, max_seqlen_q, max_seqlen_k)
 
@@ -134,7 +156,7 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: (B_cache, capacity, Hkv, D) and (..., Dv); with page_table (num_pages, page_size, Hkv, D), any
             page size.
         k, v: (B, S_new, Hkv, D) and (..., Dv), or packed (total_new, Hkv, D) with cu_seqlens_k_new: written into the
-            cache behind cache_seqlens, in place. The cache has to have room: beyond it indexing fails, on a GPU as a
+            cache behind cache_seqlens, in place. The cache has to have room: else ValueError on a CPU, and on a GPU a
             device-side assertion.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), rotate k and q in float32. k[i] is at position
             rotary_seqlens + i, so is q[i] when causal or with a window; else all of q is at rotary_seqlens.
@@ -149,10 +171,18 @@ def flash_attn_with_kvcache(
 
     Returns:
         (B, Sq, Hq, Dv), or (total_q, Hq, Dv); with return_softmax_lse also (B, Hq, Sq), or (Hq, total_q), float32.
+
+    Raises:
+        As ``flash_attn_func``. On a CPU values are looked at too, before anything is written into the cache.
     """
     name = "flash_attn_with_kvcache"
     _refuse(name, qv, q_descale, k_descale, v_descale, attention_chunk, q)
     sinks = _sinks(name, learnable_sink, s_aux)
+    check_flag(name, "return_softmax_lse", return_softmax_lse)
+    check_flag(name, "rotary_interleaved", rotary_interleaved)
+    num_splits = 0 if num_splits is None else check_integer(name, "num_splits", num_splits, 0)
+    if scheduler_metadata is not None:
+        _tensor(name, "scheduler_metadata", scheduler_metadata, "slots", 4)
     if (k is None) != (v is None):
         raise ValueError(f"{name}: {'k' if k is None else 'v'} is None; want k and v, or neither")
     if (rotary_cos is None) != (rotary_sin is None):
@@ -164,33 +194,50 @@ def flash_attn_with_kvcache(
             f"{name}: q is {tuple(q.shape)}, max_seqlen_q {max_seqlen_q}; want (B, Sq, Hq, D), or (total_q, Hq, D) with "
             "cu_seqlens_q and max_seqlen_q"
         )
+    _tensor(name, "k_cache", k_cache, "num_pages" if page_table is not None else "B_cache", "page_size", "Hkv", q.shape[-1], like=q)
+    _tensor(name, "v_cache", v_cache, *k_cache.shape[:3], "Dv", like=q)
+    if cu_seqlens_q is not None:
+        _starts(name, "cu_seqlens_q", cu_seqlens_q, "B + 1", q)
+        max_seqlen_q = check_integer(name, "max_seqlen_q", max_seqlen_q, 0)
     with torch.no_grad():  # FlashAttention has no gradient here either
         ragged = cu_seqlens_q is not None
         batch = cu_seqlens_q.numel() - 1 if ragged else q.shape[0]
         seqlen_q = max_seqlen_q if ragged else q.shape[1]
+        if k is not None:
+            new = (batch, "S_new") if cu_seqlens_k_new is None else ("total_new",)
+            _tensor(name, "k", k, *new, *k_cache.shape[2:], like=q)
+            _tensor(name, "v", v, *k.shape[:-1], v_cache.shape[3], like=q)
+            if cu_seqlens_k_new is not None:
+                _starts(name, "cu_seqlens_k_new", cu_seqlens_k_new, batch + 1, q, k.shape[0])
+        if rotary_cos is not None:
+            _check_rotary(name, rotary_cos, rotary_sin, q)
         table = _pages_of_sequences(name, k_cache, page_table, cache_batch_idx, batch)
         capacity = table.shape[1] * k_cache.shape[1]
         lengths = _lengths(name, "cache_seqlens", capacity if cache_seqlens is None else cache_seqlens, batch, q.device)
-        local = causal or any(int(side) >= 0 for side in window_size)
+        causal, windows, right = _mask(name, causal, window_size, seqlen_q, capacity)
+        local = causal or any(side >= 0 for side in window_size)
+        if cache_leftpad is not None:
+            cache_leftpad = _lengths(name, "cache_leftpad", cache_leftpad, batch, q.device)
         if k is not None:
-            rotary = None
+            _check_room(name, k_cache, k, table, lengths, cu_seqlens_k_new)
             if rotary_cos is not None:
                 first = lengths if rotary_seqlens is None else _lengths(name, "rotary_seqlens", rotary_seqlens, batch, q.device)
                 rotary = (rotary_cos, rotary_sin, rotary_interleaved)
                 seq, token = _places(q, cu_seqlens_q)
-                q = _rotate(q, first[seq] + token * local, *rotary)
+                q = _rotate(name, q, first[seq] + token * local, *rotary)
                 seq, token = _places(k, cu_seqlens_k_new)
-                k = _rotate(k, first[seq] + token, *rotary)
+                k = _rotate(name, k, first[seq] + token, *rotary)
             lengths = _append(k_cache, v_cache, k, v, table, lengths, cu_seqlens_k_new)
         if cache_leftpad is not None:
+            if _readable(lengths) and bool(((cache_leftpad < 0) | (cache_leftpad > lengths)).any()):
+                raise ValueError(f"{name}: cache_leftpad is {cache_leftpad.tolist()}; want 0 .. {lengths.tolist()}, the lengths")
             k_cache, v_cache, table, lengths = _skip_leftpad(k_cache, v_cache, table, lengths, cache_leftpad)
 
-        causal, windows, right = _mask(name, causal, window_size, seqlen_q, capacity)
         common = dict(causal=causal, scale=softmax_scale, windows=windows, softcap=softcap, sinks=sinks, return_lse=True)
         out = q.new_empty(*q.shape[:-1], v_cache.shape[-1])
         one_each = ragged and max_seqlen_q == 1 and q.shape[0] == batch  # no sequence has two, so each has its one
         if right is None and (one_each or not ragged and seqlen_q <= MAX_DECODE_TOKENS):
-            if scheduler_metadata is not None and not num_splits and len(scheduler_metadata):
+            if scheduler_metadata is not None and not num_splits and scheduler_metadata.numel():
                 common["schedule"] = scheduler_metadata
             lse = _by_columns(
                 lambda v, out: dflash2_decode(
@@ -208,7 +255,7 @@ def flash_attn_with_kvcache(
                 lambda v, out: paged_prefill(
                     packed, k_cache, v, table, lengths, cu_q, seqlen_q, out=out, right=right, **common
                 )[1],
-                v_cache, out.view(-1, *out.shape[-2:]),
+                v_cache, out if ragged else out.flatten(0, 1),
             )  # fmt: skip
             lse = lse if ragged else lse.view(-1, batch, seqlen_q).transpose(0, 1)
     return (out, lse) if return_softmax_lse else out
@@ -224,7 +271,17 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
 
     Returns:
         (B, S, H, D) and the merged log-sum-exp (B, S, H) float32.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what is wanted.
     """
+    for argument, x in (("out_partial", out_partial), ("lse_partial", lse_partial)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"flash_attn_combine: {argument} is a {type(x).__name__}; want a torch.Tensor")
+        if not x.is_floating_point() or x.device != out_partial.device:
+            raise ValueError(f"flash_attn_combine: {argument} is {x.dtype} on {x.device}; want floating point, both on one device")
+    if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or not out_dtype.is_floating_point):
+        raise TypeError(f"flash_attn_combine: out_dtype is {out_dtype!r}; want a floating torch.dtype, or None")
     if out_partial.ndim != lse_partial.ndim + 1 or out_partial.shape[:-1] != lse_partial.shape:
         raise ValueError(
             f"flash_attn_combine: lse_partial is {tuple(lse_partial.shape)}; want {tuple(out_partial.shape[:-1])}, "
@@ -237,8 +294,11 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
     merged = (weights * out_partial.masked_fill(empty[..., None], 0)).sum(0)
     if out is None:
         return merged.to(out_dtype or out_partial.dtype), lse
-    if out.shape != merged.shape:
-        raise ValueError(f"flash_attn_combine: out is {tuple(out.shape)}; want {tuple(merged.shape)}")
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"flash_attn_combine: out is a {type(out).__name__}; want a torch.Tensor {tuple(merged.shape)}, or None")
+    if out.shape != merged.shape or out.device != merged.device or not out.is_floating_point():
+        raise ValueError(f"flash_attn_combine: out is {tuple(out.shape)} {out.dtype} on {out.device}; want {tuple(merged.shape)}, "
+                         f"floating point on {merged.device}")  # fmt: skip
     return out.copy_(merged), lse
 
 
@@ -260,9 +320,18 @@ def get_scheduler_metadata(
         (slots, 4) int32 on the device, for ``scheduler_metadata``; of no slots when the calls will have nothing to schedule:
         more than 16 new tokens, or a fixed num_splits. See ``ladder.step08_dflash2.decode.get_decode_schedule``.
     """
+    name = "get_scheduler_metadata"
     if attention_chunk:
-        raise NotImplementedError(f"get_scheduler_metadata: attention_chunk is {attention_chunk}; want 0")
-    causal, windows, right = _mask("get_scheduler_metadata", causal, window_size, max_seqlen_q, max_seqlen_k)
+        raise NotImplementedError(f"{name}: attention_chunk is {attention_chunk}; want 0")
+    batch_size = check_integer(name, "batch_size", batch_size, 0)
+    max_seqlen_q, max_seqlen_k = check_integer(name, "max_seqlen_q", max_seqlen_q, 0), check_integer(name, "max_seqlen_k", max_seqlen_k, 0)
+    num_splits = 0 if num_splits is None else check_integer(name, "num_splits", num_splits, 0)
+    for argument, lengths, count in (
+        ("cache_seqlens", cache_seqlens, batch_size), ("cu_seqlens_k_new", cu_seqlens_k_new, batch_size + 1), ("cache_leftpad", cache_leftpad, batch_size),
+    ):  # fmt: skip
+        if lengths is not None or argument == "cache_seqlens":
+            _tensor(name, argument, lengths, count, dtypes=INTEGERS)
+    causal, windows, right = _mask(name, causal, window_size, max_seqlen_q, max_seqlen_k)
     tokens = 1 if cu_seqlens_q is not None else max_seqlen_q  # of ragged queries decode takes one each
     if num_splits or right is not None or max_seqlen_q > (1 if cu_seqlens_q is not None else MAX_DECODE_TOKENS):
         return torch.empty(0, 4, dtype=torch.int32, device=cache_seqlens.device)
@@ -271,8 +340,9 @@ def get_scheduler_metadata(
         lengths, page_size = lengths - cache_leftpad, 1
     return get_decode_schedule(
         lengths.to(torch.int32).contiguous(), num_heads=num_heads_q, num_kv_heads=num_heads_kv, head_dim=headdim,
-        head_dim_v=min(MAX_HEAD_DIM, headdim_v or headdim), page_size=page_size or max_seqlen_k, max_seq_len=max_seqlen_k,
-        q_len=tokens, dtype=qkv_dtype, windows=windows,
+        head_dim_v=None if headdim_v is None else min(MAX_HEAD_DIM, check_integer(name, "headdim_v", headdim_v, 1)),
+        page_size=max(1, max_seqlen_k) if page_size is None else page_size, max_seq_len=max_seqlen_k, q_len=tokens,
+        dtype=qkv_dtype, windows=windows,
     )  # fmt: skip
 
 
@@ -290,6 +360,54 @@ def _refuse(name, qv, q_descale, k_descale, v_descale, attention_chunk, q):
         raise NotImplementedError(f"{name}: q is {q.dtype}; want float16 or bfloat16")
 
 
+def _tensor(name, argument, x, *shape, like=None, dtypes=None):
+    """Check one tensor: names in ``shape`` stand for any size; ``like`` has its dtype and device."""
+    wanted = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: {argument} is a {type(x).__name__}; want a torch.Tensor {wanted}")
+    if x.ndim != len(shape) or any(not isinstance(n, str) and n != m for n, m in zip(shape, x.shape)):
+        raise ValueError(f"{name}: {argument} has shape {tuple(x.shape)}; want {wanted}")
+    if like is not None and (x.dtype != like.dtype or x.device != like.device):
+        raise ValueError(f"{name}: {argument} is {x.dtype} on {x.device}; want {like.dtype} on {like.device}, as q")
+    if dtypes is not None and x.dtype not in dtypes:
+        raise ValueError(f"{name}: {argument} has dtype {x.dtype}; want {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}")
+
+
+def _readable(x):
+    """Whether values may be looked at: on a GPU that would wait for it, and a compiler has none yet."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _starts(name, argument, cu_seqlens, count, q, total=None):
+    """Check cumulative lengths, their values on a CPU and with ``total`` only; returns the number of sequences."""
+    _tensor(name, argument, cu_seqlens, count, dtypes=INTEGERS)
+    if cu_seqlens.device != q.device or not len(cu_seqlens):
+        raise ValueError(f"{name}: {argument} is {tuple(cu_seqlens.shape)} on {cu_seqlens.device}; want (B + 1,) on {q.device}")
+    if total is not None and _readable(q):
+        check_cu_seqlens(name, argument, cu_seqlens, total)
+    return len(cu_seqlens) - 1
+
+
+def _used(name, argument, used, cu_seqlens, batch, q):
+    """Check how many tokens of each slot count; on a CPU also that its slot has so many."""
+    if used is None:
+        return
+    _tensor(name, argument, used, batch, dtypes=INTEGERS)
+    if used.device != q.device:
+        raise ValueError(f"{name}: {argument} is on {used.device}; want {q.device}, the device of q")
+    if _readable(q) and bool(((used < 0) | (used > cu_seqlens.diff())).any()):
+        raise ValueError(f"{name}: {argument} is {used.tolist()}; want 0 .. {cu_seqlens.diff().tolist()}, the slots of each sequence")
+
+
+def _check_rotary(name, cos, sin, q):
+    """Check the rotary tables, whose values are taken as they are."""
+    _tensor(name, "rotary_cos", cos, "positions", "rotary_dim / 2")
+    _tensor(name, "rotary_sin", sin, *cos.shape, like=cos)
+    if not cos.is_floating_point() or cos.device != q.device or not 0 < 2 * cos.shape[1] <= q.shape[-1]:
+        raise ValueError(f"{name}: rotary_cos is {tuple(cos.shape)} {cos.dtype} on {cos.device}; want floating point on {q.device}, "
+                         f"1 to {q.shape[-1] // 2} columns")  # fmt: skip
+
+
 def _sinks(name, learnable_sink, s_aux):
     """The sink logits under whichever name."""
     if learnable_sink is not None and s_aux is not None:
@@ -300,9 +418,13 @@ def _sinks(name, learnable_sink, s_aux):
 
 def _mask(name, causal, window_size, max_seqlen_q, max_seqlen_k):
     """(causal, windows, right) of step 08 for FlashAttention's causal and window_size; right None is without bound."""
+    if not isinstance(causal, (bool, int)):  # FlashAttention's callers pass 0 and 1
+        raise TypeError(f"{name}: causal is {causal!r}; want True or False")
+    if not isinstance(window_size, (tuple, list)):
+        raise TypeError(f"{name}: window_size is {window_size!r}; want (left, right)")
     if len(window_size) != 2:
         raise ValueError(f"{name}: window_size has {len(window_size)} entries; want (left, right)")
-    left, right = (int(side) for side in window_size)
+    left, right = (check_integer(name, "window_size", -1 if side is None else side, -1) for side in window_size)
     if causal or right == 0:
         causal, right = True, -1
     if max_seqlen_k is not None and left >= max_seqlen_k - 1:
@@ -367,8 +489,12 @@ def _used_rows(cu_seqlens, used, total):
     return rows[: int(cu[-1])] if rows.device.type == "cpu" else rows, cu
 
 
-def _rotate(x, positions, cos, sin, interleaved):
+def _rotate(name, x, positions, cos, sin, interleaved):
     """Rotary embedding of the first 2 * cos.shape[1] columns of x (..., H, D) at ``positions`` (...)."""
+    if _readable(positions) and positions.numel():
+        low, high = (int(n) for n in positions.aminmax())
+        if low < 0 or high >= cos.shape[0]:
+            raise ValueError(f"{name}: rotary_cos has {cos.shape[0]} positions; want one for {low if low < 0 else high}")
     half = cos.shape[1]
     cos, sin = (table[positions.long()].unsqueeze(-2).float() for table in (cos, sin))
     rotated, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
@@ -384,9 +510,20 @@ def _rotate(x, positions, cos, sin, interleaved):
 def _pages_of_sequences(name, k_cache, page_table, cache_batch_idx, batch):
     """(B, pages) int32. A cache without pages is one with a page as long as a row."""
     table = page_table
-    if table is None:
+    if table is not None:
+        _tensor(name, "page_table", table, "B", "pages", dtypes=INTEGERS[:1])
+        if table.device != k_cache.device:
+            raise ValueError(f"{name}: page_table is on {table.device}; want {k_cache.device}, the device of k_cache")
+    else:
         table = torch.arange(k_cache.shape[0], dtype=torch.int32, device=k_cache.device)[:, None]
     if cache_batch_idx is not None:
+        _tensor(name, "cache_batch_idx", cache_batch_idx, batch, dtypes=INTEGERS)
+        if cache_batch_idx.device != table.device:
+            raise ValueError(f"{name}: cache_batch_idx is on {cache_batch_idx.device}; want {table.device}, the device of q")
+        if batch and _readable(table):
+            low, high = (int(n) for n in cache_batch_idx.aminmax())
+            if low < 0 or high >= len(table):
+                raise ValueError(f"{name}: cache_batch_idx holds {low if low < 0 else high}; want 0 .. {len(table) - 1}")
         table = table[cache_batch_idx.long()]
     if table.shape[0] != batch:
         owner = "page_table" if page_table is not None else "k_cache"
@@ -396,11 +533,13 @@ def _pages_of_sequences(name, k_cache, page_table, cache_batch_idx, batch):
 
 def _lengths(name, argument, lengths, batch, device):
     """(B,) int32 from an int or a tensor."""
-    if isinstance(lengths, int):
-        return torch.full((batch,), lengths, dtype=torch.int32, device=device)
+    if isinstance(lengths, int) and not isinstance(lengths, bool):
+        return torch.full((batch,), min(check_integer(name, argument, lengths, 0), 2**31 - 1), dtype=torch.int32, device=device)
     if not isinstance(lengths, torch.Tensor) or lengths.shape != (batch,) or lengths.dtype != torch.int32:
         came = f"{tuple(lengths.shape)} {lengths.dtype}" if isinstance(lengths, torch.Tensor) else type(lengths).__name__
         raise ValueError(f"{name}: {argument} is {came}; want an int or ({batch},) torch.int32")
+    if lengths.device != device:
+        raise ValueError(f"{name}: {argument} is on {lengths.device}; want {device}, the device of q")
     return lengths.contiguous()
 
 
@@ -414,6 +553,22 @@ def _append(k_cache, v_cache, k, v, table, lengths, cu_seqlens_new):
     v_cache[page, slot] = v
     new = k.shape[1] if cu_seqlens_new is None else cu_seqlens_new.diff()
     return (lengths + new).to(torch.int32)
+
+
+def _check_room(name, k_cache, k, table, lengths, cu_seqlens_new):
+    """Before anything is written, on a CPU only: every new token has a slot."""
+    seq, token = _places(k, cu_seqlens_new)
+    position, page_size = lengths[seq].long() + token, k_cache.shape[1]
+    if not _readable(position) or not position.numel():
+        return
+    low, high = (int(n) for n in position.aminmax())
+    if low < 0 or high >= table.shape[1] * page_size:
+        raise ValueError(f"{name}: cache_seqlens puts a new token at {low if low < 0 else high}; want room for it, "
+                         f"0 .. {table.shape[1] * page_size - 1}")  # fmt: skip
+    page = table[seq, position // page_size]
+    low, high = (int(n) for n in page.aminmax())
+    if low < 0 or high >= len(k_cache):
+        raise ValueError(f"{name}: page_table has page {low if low < 0 else high} for a new token; want 0 .. {len(k_cache) - 1}")
 
 
 def _skip_leftpad(k_cache, v_cache, table, lengths, leftpad):

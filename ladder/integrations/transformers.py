@@ -40,7 +40,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ladder.contract import FLOATS
+from ladder.contract import FLOATS, check_flag, check_integer
 
 MAX_HEAD_DIM = 256
 MAX_DECODE_TOKENS = 16
@@ -60,8 +60,9 @@ def register(*, fallback=True):
         The names that can be used. Calling it again replaces them.
 
     Raises:
-        ImportError: transformers is missing or older than 4.57.
+        ImportError: transformers is missing or older than 4.57. TypeError: ``fallback`` is no bool.
     """
+    check_flag("ladder.integrations.transformers", "fallback", fallback)
     try:
         from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     except ImportError as error:
@@ -96,7 +97,19 @@ def attention_forward(
 
     Returns:
         (B, Sq, Hq, Dv), and None for the weights, which are never in memory.
+
+    Raises:
+        NotImplementedError: continuous batching; without ``fallback`` what the kernels do not compute.
+        TypeError, ValueError: naming the argument, what came and what is wanted.
     """
+    if backend not in NAMES:
+        raise ValueError(f"backend is {backend!r}; want {' or '.join(NAMES)}")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, torch.Tensor) or x.ndim != 4:
+            came = f"{tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+            raise (ValueError if isinstance(x, torch.Tensor) else TypeError)(f"{backend}: {name} is {came}; want a torch.Tensor (B, H, S, D)")
+    if sliding_window is not None:
+        sliding_window = check_integer(backend, "sliding_window", sliding_window, 0, optional=True)
     for name in ("block_table", "read_index"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"{backend}: continuous batching ({name}); want generate() or attn_implementation='sdpa'")

@@ -27,8 +27,8 @@ from .windows import Range, RangeWindows
 _LAZY = {
     "DecodeWorkspace": "decode", "decode_bytes_moved": "decode", "dflash2_decode": "decode", "dflash2_mla_decode": "decode",
     "get_decode_schedule": "decode", "fused_add_norm": "fusion", "fused_mla_append": "fusion", "fused_norm_router": "fusion",
-    "fused_qkv_rope_append": "fusion", "rope_tables": "fusion", "AttentionBatch": "block", "DFlash2AttentionBlock": "block",
-    "DFlash2MLABlock": "block", "Router": "block",
+    "fused_qkv_rope_append": "fusion", "rope_tables": "fusion", "yarn_mscale": "fusion", "AttentionBatch": "block",
+    "BlockOutput": "block", "DFlash2AttentionBlock": "block", "DFlash2MLABlock": "block", "Router": "block",
 }  # fmt: skip
 
 __all__ = [

@@ -40,7 +40,7 @@ def dflash2_attention(
         softcap: c > 0 turns a scaled score s into c * tanh(s / c), before the mask; 0 leaves it.
         sinks: (Hq,) float: one more logit a row, with no value, in the softmax's denominator; None for none.
         return_lse: also return the natural log-sum-exp of each row's scores, the sink's included.
-        out: tensor (B, Hq, Sq, Dv) for the result, any strides. None allocates.
+        out: tensor (B, Hq, Sq, Dv) for the result, any strides; not the memory of k or v. None allocates.
 
     Returns:
         (B, Hq, Sq, Dv) in the dtype of q; with return_lse also (B, Hq, Sq) float32. A row that sees no key is 0, and its
@@ -134,7 +134,7 @@ def dense(
         return ops.dense(q, k, v, causal, scale, windows, softcap, sinks, return_lse, out, right)
     scale = _check_dense(q, k, v, causal, scale)
     windows, softcap, right = check_options((q, k, v), q.shape[1], causal, windows, softcap, sinks, return_lse, right)
-    out = _check_out(out, q, (*q.shape[:3], v.shape[3]))
+    out = _check_out(out, q, (*q.shape[:3], v.shape[3]), k=k, v=v)
     options = dict(scale=scale, windows=windows, softcap=softcap, sinks=sinks, right=right)
     kernels = device_code(q)
     if kernels is None:
@@ -163,7 +163,7 @@ def varlen(
     max_seqlen_q = _check_most("max_seqlen_q", max_seqlen_q)
     _check_most("max_seqlen_k", max_seqlen_k)
     windows, softcap, right = check_options((q, k, v), q.shape[1], causal, windows, softcap, sinks, return_lse, right)
-    out = _check_out(out, q, (*q.shape[:2], v.shape[2]))
+    out = _check_out(out, q, (*q.shape[:2], v.shape[2]), k=k, v=v)
     options = dict(scale=scale, windows=windows, softcap=softcap, sinks=sinks, right=right)
     kernels = device_code(q)
     if kernels is None:
@@ -199,7 +199,7 @@ def paged_prefill(
     windows, softcap, right = check_options(
         (q, k_cache, v_cache), q.shape[1], causal, windows, softcap, sinks, return_lse, right
     )
-    out = _check_out(out, q, (*q.shape[:2], v_cache.shape[3]))
+    out = _check_out(out, q, (*q.shape[:2], v_cache.shape[3]), k_cache=k_cache, v_cache=v_cache)
     options = dict(scale=scale, windows=windows, softcap=softcap, sinks=sinks, right=right)
     kernels = device_code(q)
     if kernels is None:
@@ -217,7 +217,7 @@ def paged_prefill(
 # Which implementation
 
 
-def device_code(q, module="prefill_kernel"):
+def device_code(q, module="prefill_kernel", name="q"):
     """The module of Triton kernels that runs on the device of q, or None for the eager path.
 
     CUDA: the kernels. A CPU: the kernels when TRITON_INTERPRET is set, but for bfloat16, which the interpreter multiplies
@@ -226,7 +226,7 @@ def device_code(q, module="prefill_kernel"):
     device_type = q.device.type
     if device_type != "cuda":
         if device_type == "meta":
-            raise ValueError(f"{RUNG}: q is on meta; want a tensor with elements, on a CUDA device or a CPU")
+            raise ValueError(f"{RUNG}: {name} is on meta; want a tensor with elements, on a CUDA device or a CPU")
         if device_type != "cpu" or not interpreting() or q.dtype == torch.bfloat16:
             return None
     try:
@@ -411,7 +411,7 @@ def check_options(tensors, num_heads, causal, windows, softcap, sinks, return_ls
         if not isinstance(windows, RangeWindows):
             raise TypeError(f"{RUNG}: windows is a {type(windows).__name__}; want a RangeWindows, or None")
         windows = windows if len(windows) else None
-    if softcap != 0.0 or type(softcap) is not float:
+    if type(softcap) is not float or softcap != 0.0:  # the type first: an array has no truth
         if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real):
             raise TypeError(f"{RUNG}: softcap is {softcap!r}; want a real number, 0 for none")
         if not 0 <= softcap < math.inf:
@@ -438,8 +438,8 @@ def _check_most(name, value):
     return None if value is None else check_integer(RUNG, name, value, 0, optional=True)
 
 
-def _check_out(out, q, shape):
-    """A fresh tensor of ``shape``, or ``out`` after a check."""
+def _check_out(out, q, shape, **keys):
+    """A fresh tensor of ``shape``, or ``out`` after a check. keys: the tensors read beside q, by name."""
     if out is None:
         return q.new_empty(shape)
     if not isinstance(out, torch.Tensor):
@@ -447,7 +447,29 @@ def _check_out(out, q, shape):
     if out.shape != shape or out.dtype != q.dtype or out.device != q.device:
         raise ValueError(f"{RUNG}: out is {tuple(out.shape)} {out.dtype} on {out.device}; want {tuple(shape)} {q.dtype} on {q.device}")
     check_no_overlap(RUNG, "out", out)
+    check_written(out, q=q, **keys)
     return out
+
+
+def check_written(out, **inputs):
+    """Refuse an ``out`` of the caller's that wants gradients, or that lies over what other rows still read.
+
+    Over q itself it may lie, element for element: a program has read its rows when it writes them. Only tensors without
+    gaps are compared, for others may interleave in one allocation without touching.
+    """
+    if out.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(f"{RUNG}: out requires gradients; forward only, use torch.no_grad()")
+    first, size = out.data_ptr(), out.nbytes
+    for name, x in inputs.items():
+        start = x.data_ptr()
+        if size and x.nbytes and start < first + size and first < start + x.nbytes and _dense(out) and _dense(x):
+            if name != "q" or start != first or x.shape != out.shape or x.stride() != out.stride():
+                raise ValueError(f"{RUNG}: out shares memory with {name}; want memory of its own")
+
+
+def _dense(x):
+    """Whether the elements fill a range of memory without gaps."""
+    return sum((n - 1) * stride for n, stride in zip(x.shape, x.stride())) + 1 == x.numel()
 
 
 def bytes_moved(problem):

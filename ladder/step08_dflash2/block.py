@@ -10,10 +10,17 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ladder.contract import check_integer
+from ladder.contract import FLOATS, check_flag, check_integer, check_scale
 
-from .attention import dflash2_paged_prefill, dflash2_varlen
-from .fusion import RUNG, fused_add_norm, fused_mla_append, fused_norm_router, fused_qkv_rope_append
+from .attention import check_options, dflash2_paged_prefill, dflash2_varlen
+from .fusion import (
+    RUNG,
+    check_number,
+    fused_add_norm,
+    fused_mla_append,
+    fused_norm_router,
+    fused_qkv_rope_append,
+)
 
 
 @dataclass
@@ -75,9 +82,18 @@ class BlockOutput(NamedTuple):
 class _Block(nn.Module):
     """What both kinds of block share: parameters without gradients, the norm before, the projection and router behind."""
 
-    def __init__(self, hidden, attended, num_heads, *, norm_eps, windows, softcap, sinks, router, dtype, device):
+    def __init__(self, hidden, attended, num_heads, *, norm_eps, scale, windows, softcap, sinks, router, dtype, device, **flags):
         super().__init__()
-        self.hidden, self.num_heads, self.norm_eps = check_integer(RUNG, "hidden", hidden, 1), num_heads, norm_eps
+        self.hidden, self.num_heads = check_integer(RUNG, "hidden", hidden, 1), num_heads
+        self.norm_eps = check_number("norm_eps", norm_eps)
+        for name, value in dict(sinks=sinks, **flags).items():
+            check_flag(RUNG, name, value)
+        if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
+            wrong = ValueError if isinstance(dtype, torch.dtype) else TypeError
+            raise wrong(f"{RUNG}: dtype is {dtype!r}; want float16, bfloat16 or float32")
+        self.scale = None if scale is None else check_scale(RUNG, scale, 1)
+        nothing = torch.empty(0, device="meta")  # whose device and dtype no check below asks for
+        windows, softcap, _ = check_options((nothing,), num_heads, True, windows, softcap, None, False, None)
         self.windows, self.softcap, self.router = windows, softcap, router
         self._make = dict(dtype=dtype, device=device)
         if router is not None and not isinstance(router, Router):
@@ -101,6 +117,10 @@ class _Block(nn.Module):
         x = torch.empty(rows, columns, **{**self._make, "dtype": dtype or self._make["dtype"]})
         return self._parameter(nn.init.normal_(x, std=columns**-0.5))
 
+    def _check_batch(self, batch):
+        if not isinstance(batch, AttentionBatch):
+            raise TypeError(f"{RUNG}: batch is a {type(batch).__name__}; want an AttentionBatch")
+
     def _finish(self, attended, residual, workspace):
         """Output projection, residual add, norm, router."""
         x = nn.functional.linear(attended, self.weight_o)
@@ -115,6 +135,8 @@ class _Block(nn.Module):
 
     def _q_len(self, batch, tokens):
         """New tokens of each sequence in decode."""
+        if not isinstance(batch.seq_lens, torch.Tensor) or batch.seq_lens.ndim != 1:
+            raise TypeError(f"{RUNG}: batch.seq_lens is {batch.seq_lens!r}; want a torch.Tensor (B,)")
         sequences = batch.seq_lens.shape[0]
         if (tokens % sequences if sequences else tokens) != 0:
             raise ValueError(
@@ -151,10 +173,12 @@ class DFlash2AttentionBlock(_Block):
             for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim))
         )
         super().__init__(
-            hidden, num_heads * head_dim, num_heads, norm_eps=norm_eps, windows=windows, softcap=softcap, sinks=sinks,
-            router=router, dtype=dtype, device=device,
+            hidden, num_heads * head_dim, num_heads, norm_eps=norm_eps, scale=scale, windows=windows, softcap=softcap, sinks=sinks,
+            router=router, dtype=dtype, device=device, interleaved=interleaved, qkv_bias=qkv_bias, qk_norm=qk_norm,
         )  # fmt: skip
-        self.num_kv_heads, self.head_dim, self.interleaved, self.scale = num_kv_heads, head_dim, interleaved, scale
+        if num_heads % num_kv_heads:
+            raise ValueError(f"{RUNG}: num_heads is {num_heads}; want a multiple of num_kv_heads, {num_kv_heads}")
+        self.num_kv_heads, self.head_dim, self.interleaved = num_kv_heads, head_dim, interleaved
         columns = (num_heads + 2 * num_kv_heads) * head_dim
         self.weight_qkv = self._matrix(columns, hidden)
         self.bias_qkv = self._parameter(torch.zeros(columns, **self._make)) if qkv_bias else None
@@ -179,6 +203,7 @@ class DFlash2AttentionBlock(_Block):
         """
         from .decode import dflash2_decode
 
+        self._check_batch(batch)
         normed, residual = fused_add_norm(x, residual, self.input_norm, eps=self.norm_eps)
         q = fused_qkv_rope_append(
             normed, self.weight_qkv, cos, sin, batch.positions, k_cache, v_cache, batch.slot_mapping,
@@ -231,11 +256,10 @@ class DFlash2MLABlock(_Block):
                                 ("qk_rope_head_dim", qk_rope_head_dim), ("kv_lora_rank", kv_lora_rank))
         )  # fmt: skip
         super().__init__(
-            hidden, num_heads * v_head_dim, num_heads, norm_eps=norm_eps, windows=windows, softcap=softcap, sinks=sinks,
-            router=router, dtype=dtype, device=device,
+            hidden, num_heads * v_head_dim, num_heads, norm_eps=norm_eps, scale=(nope + rope) ** -0.5 if scale is None else scale,
+            windows=windows, softcap=softcap, sinks=sinks, router=router, dtype=dtype, device=device, interleaved=interleaved,
         )  # fmt: skip
         self.nope, self.rope, self.rank, self.v_head_dim, self.interleaved = nope, rope, rank, v_head_dim, interleaved
-        self.scale = (nope + rope) ** -0.5 if scale is None else scale
         self.weight_q_a = self.q_a_norm = None
         if q_lora_rank is not None:
             q_lora_rank = check_integer(RUNG, "q_lora_rank", q_lora_rank, 1, optional=True)
@@ -249,8 +273,9 @@ class DFlash2MLABlock(_Block):
 
         latent_cache: (num_pages, page_size, kv_lora_rank + qk_rope_head_dim).
         """
-        tokens = x.shape[0]
+        self._check_batch(batch)
         normed, residual = fused_add_norm(x, residual, self.input_norm, eps=self.norm_eps)
+        tokens = x.shape[0]
         q = normed
         if self.weight_q_a is not None:
             q, _ = fused_add_norm(nn.functional.linear(q, self.weight_q_a), None, self.q_a_norm, eps=self.norm_eps)

@@ -5,13 +5,13 @@ from typing import NamedTuple
 
 import torch
 
-from ladder.contract import check_integer, merge_config
+from ladder.contract import FLOATS, check_integer, merge_config
 from ladder.step06_paged.attention import check_out, processors
 from ladder.step06_paged.cache import check_paged
 from ladder.step07_dflash1.attention import DecodeWorkspace, arch, layout, split_head
 
 from . import eager
-from .attention import MAX_HEAD_DIM, RUNG, check_options, device_code, scale_factors
+from .attention import MAX_HEAD_DIM, RUNG, check_options, check_written, device_code, scale_factors
 from .windows import UNLIMITED, RangeWindows
 
 __all__ = ["DecodeWorkspace", "decode_bytes_moved", "decode_config", "dflash2_decode", "dflash2_mla_decode", "get_decode_schedule"]
@@ -148,15 +148,18 @@ def get_decode_schedule(
     if not seq_lens.is_contiguous():
         raise ValueError(f"{RUNG}: seq_lens has stride {seq_lens.stride(0)}; want a contiguous tensor")
     sizes = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size, q_len=q_len)
-    for name, value in sizes.items():
-        check_integer(RUNG, name, value, 1)
+    num_heads, num_kv_heads, head_dim, page_size, q_len = (check_integer(RUNG, name, value, 1) for name, value in sizes.items())
     head_dim_v = head_dim if head_dim_v is None else check_integer(RUNG, "head_dim_v", head_dim_v, 1)
-    check_integer(RUNG, "max_seq_len", max_seq_len, 0)
+    max_seq_len = check_integer(RUNG, "max_seq_len", max_seq_len, 0)
     if num_heads % num_kv_heads:
         raise ValueError(f"{RUNG}: num_heads is {num_heads}; want a multiple of num_kv_heads = {num_kv_heads}")
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise ValueError(f"{RUNG}: dtype is {dtype}; want float16, bfloat16 or float32")
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
+        wrong = ValueError if isinstance(dtype, torch.dtype) else TypeError
+        raise wrong(f"{RUNG}: dtype is {dtype!r}; want float16, bfloat16 or float32")
     windows = _check_windows(windows)
+    merge_config(RUNG, {}, config)
+    if seq_lens.is_meta:
+        raise ValueError(f"{RUNG}: seq_lens is on meta; want a tensor with elements, on a CUDA device or a CPU")
     device, batch = seq_lens.device, seq_lens.shape[0]
     plan = _plan(
         batch, q_len, num_heads // num_kv_heads, num_kv_heads, head_dim, head_dim_v, page_size, max_seq_len, dtype.itemsize,
@@ -198,9 +201,11 @@ def _decode(
     scale = check_paged(
         RUNG, q, k_cache, v_cache, block_table, seq_lens, scale=scale, max_head_dim=MAX_HEAD_DIM, q_layout="(B, q_len, Hq, D)"
     )
-    out = check_out(RUNG, out, q, (*q.shape[:3], v_cache.shape[3]), one_token)
+    given, out = out is not None, check_out(RUNG, out, q, (*q.shape[:3], v_cache.shape[3]), one_token)
+    if given:
+        check_written(out, q=q, k_cache=k_cache, v_cache=v_cache)
     options = _check_options(
-        (q, k_cache, v_cache), causal, windows, softcap, sinks, num_kv_splits, return_lse, workspace, schedule, right
+        (q, k_cache, v_cache), causal, windows, softcap, sinks, num_kv_splits, return_lse, workspace, schedule, config, right
     )
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32) if return_lse else None
     if device_code(q, "decode_kernel") is None:
@@ -233,6 +238,8 @@ def _mla_decode(
     one_token = isinstance(q, torch.Tensor) and q.ndim == 3
     if one_token:
         q = q[:, None]
+    if isinstance(q, torch.Tensor) and q.ndim == 4 and q.dtype in FLOATS:  # of a q that check_paged will take
+        _check_latent(latent_cache, q)
     k_cache = latent_cache[:, :, None]
     scale = check_paged(
         RUNG, q, k_cache, k_cache[..., :head_dim_v], block_table, seq_lens,
@@ -240,8 +247,12 @@ def _mla_decode(
     )  # fmt: skip
     if q.shape[-1] > 2 * head_dim_v:
         raise NotImplementedError(f"{RUNG}: D = {q.shape[-1]} is above twice head_dim_v = {head_dim_v}")
-    out = check_out(RUNG, out, q, (*q.shape[:3], head_dim_v), one_token)
-    options = _check_options((q, latent_cache), causal, windows, softcap, sinks, num_kv_splits, return_lse, workspace, schedule, right)
+    given, out = out is not None, check_out(RUNG, out, q, (*q.shape[:3], head_dim_v), one_token)
+    if given:
+        check_written(out, q=q, latent_cache=latent_cache)
+    options = _check_options(
+        (q, latent_cache), causal, windows, softcap, sinks, num_kv_splits, return_lse, workspace, schedule, config, right
+    )
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32) if return_lse else None
     if device_code(q, "decode_kernel") is None:
         result = eager.mla_decode(
@@ -478,7 +489,7 @@ def _frozen(config):
     return None if config is None else tuple(sorted(merge_config(RUNG, {}, config).items()))
 
 
-def _check_options(tensors, causal, windows, softcap, sinks, num_kv_splits, return_lse, workspace, schedule, right):
+def _check_options(tensors, causal, windows, softcap, sinks, num_kv_splits, return_lse, workspace, schedule, config, right):
     """Check what the shapes of ``tensors`` (q, k_cache, v_cache) do not show; returns the keywords of the launch."""
     q = tensors[0]
     if not isinstance(causal, bool):
@@ -490,6 +501,7 @@ def _check_options(tensors, causal, windows, softcap, sinks, num_kv_splits, retu
         num_kv_splits = check_integer(RUNG, "num_kv_splits", num_kv_splits, 1, optional=True)
     if workspace is not None and not isinstance(workspace, DecodeWorkspace):
         raise TypeError(f"{RUNG}: workspace is a {type(workspace).__name__}; want a DecodeWorkspace on {q.device}, or None")
+    merge_config(RUNG, {}, config)
     if schedule is not None:
         if num_kv_splits is not None:
             raise ValueError(f"{RUNG}: schedule and num_kv_splits are both given; want one of them")
@@ -497,6 +509,15 @@ def _check_options(tensors, causal, windows, softcap, sinks, num_kv_splits, retu
                 or schedule.device != q.device or not schedule.is_contiguous():  # fmt: skip
             raise _unlike("schedule", schedule, f"a contiguous int32 torch.Tensor (num_slots, 4) on {q.device}, of get_decode_schedule")
     return dict(right=right, windows=windows, softcap=softcap, sinks=sinks, num_kv_splits=num_kv_splits)
+
+
+def _check_latent(latent_cache, q):
+    """What ``check_paged`` would say of a k_cache, which the caller of MLA does not have."""
+    if latent_cache.dtype != q.dtype or latent_cache.device != q.device:
+        raise _unlike("latent_cache", latent_cache, f"{q.dtype} on {q.device}, as q")
+    if latent_cache.shape[1] == 0 or latent_cache.shape[2] != q.shape[3]:
+        wanted = f"(num_pages, page_size, {q.shape[3]}), the columns of q, and pages of at least one token"
+        raise ValueError(f"{RUNG}: latent_cache has shape {tuple(latent_cache.shape)}; want {wanted}")
 
 
 def _check_windows(windows):

@@ -8,6 +8,7 @@ counts: one kernel streams them once and finishes in the same launch. Above, it 
 """
 
 import math
+import numbers
 
 import torch
 
@@ -55,15 +56,24 @@ def rope_tables(head_dim, max_positions, theta=10000.0, scaling=None, *, device=
     max_positions = check_integer(RUNG, "max_positions", max_positions, 0)
     if head_dim % 2:
         raise ValueError(f"{RUNG}: head_dim is {head_dim}; want an even number: columns are rotated in pairs")
-    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not math.isfinite(theta) or theta <= 0:
+    if isinstance(theta, bool) or not isinstance(theta, numbers.Real) or not math.isfinite(theta) or theta <= 0:
         raise ValueError(f"{RUNG}: theta is {theta!r}; want a positive number")
     frequencies, factor = _frequencies(head_dim, float(theta), scaling)
     angles = torch.arange(max_positions, dtype=torch.float64)[:, None] * frequencies
-    return tuple((f(angles) * factor).float().to(device) for f in (torch.cos, torch.sin))
+    return tuple((f(angles) * factor).float().to(device=device) for f in (torch.cos, torch.sin))
 
 
 def yarn_mscale(factor, mscale=1.0):
-    """YaRN's 0.1 * mscale * ln(factor) + 1. DeepSeek multiplies its softmax scale by the square of it (mscale_all_dim)."""
+    """YaRN's 0.1 * mscale * ln(factor) + 1, and 1 up to a factor of 1.
+
+    DeepSeek multiplies its softmax scale by the square of it, with ``mscale_all_dim`` of its rope_scaling for mscale.
+
+    Raises:
+        TypeError, ValueError: ``factor`` or ``mscale`` is no finite number.
+
+    Source: Peng et al., "YaRN", section 3.4.
+    """
+    factor, mscale = check_number("factor", factor, signed=True), check_number("mscale", mscale, signed=True)
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -174,10 +184,10 @@ def fused_qkv_rope_append(
     if v_cache.shape != k_cache.shape:
         raise ValueError(f"{RUNG}: v_cache has shape {tuple(v_cache.shape)}; want {tuple(k_cache.shape)}, that of k_cache")
     _expect("slot_mapping", slot_mapping, (tokens,), INTEGERS, device, contiguous=True)
-    norm_eps = _check_number("norm_eps", norm_eps)
+    norm_eps = check_number("norm_eps", norm_eps)
     _check_options(workspace, device, interleaved=interleaved, fused=fused)
-    _check_no_grad(x, weight_qkv, bias, q_norm_weight, k_norm_weight)
     out = _output("out", out, x, (tokens, num_heads, head_dim))
+    _check_no_grad(x, weight_qkv, bias, q_norm_weight, k_norm_weight, k_cache, v_cache, out)
     arguments = (
         x, weight_qkv, bias, q_norm_weight, k_norm_weight, cos, sin, positions, slot_mapping, k_cache, v_cache, out,
         num_heads, norm_eps, interleaved, fused,
@@ -237,10 +247,10 @@ def fused_mla_append(
     _expect("q_pe", q_pe, (tokens, "H", rot_dim), own, device)
     num_heads = q_pe.shape[1]
     _expect("q_nope", q_nope, (tokens, num_heads, "n"), own, device, optional=True)
-    norm_eps = _check_number("norm_eps", norm_eps)
+    norm_eps = check_number("norm_eps", norm_eps)
     _check_options(workspace, device, interleaved=interleaved, fused=fused)
-    _check_no_grad(x, weight, kv_norm_weight, q_pe, q_nope)
     out = _output("out", out, x, (tokens, num_heads, rot_dim + (0 if q_nope is None else q_nope.shape[2])))
+    _check_no_grad(x, weight, kv_norm_weight, q_pe, q_nope, latent_cache, out)
     arguments = (
         x, weight, kv_norm_weight, cos, sin, positions, slot_mapping, latent_cache, q_pe, q_nope, out, norm_eps, interleaved, fused,
     )  # fmt: skip
@@ -300,7 +310,7 @@ def fused_norm_router(
     num_experts = gate_weight.shape[0]
     _expect("correction_bias", correction_bias, (num_experts,), FLOATS, device, optional=True, contiguous=True)
     top_k = check_integer(RUNG, "top_k", top_k, 1)
-    if scoring not in ("softmax", "sigmoid"):
+    if not isinstance(scoring, str) or scoring not in ("softmax", "sigmoid"):
         raise ValueError(f"{RUNG}: scoring is {scoring!r}; want 'softmax' or 'sigmoid'")
     if (num_groups is None) != (topk_groups is None):
         raise ValueError(f"{RUNG}: num_groups is {num_groups}, topk_groups {topk_groups}; want both, or None for both")
@@ -313,7 +323,7 @@ def fused_norm_router(
     choice = num_experts // num_groups * topk_groups
     if top_k > choice:
         raise ValueError(f"{RUNG}: top_k is {top_k}; want at most {choice}, the experts that may be chosen")
-    if group_score not in (None, "max", "top2"):
+    if group_score is not None and (not isinstance(group_score, str) or group_score not in ("max", "top2")):
         raise ValueError(f"{RUNG}: group_score is {group_score!r}; want 'max', 'top2' or None")
     top2 = group_score == "top2" if group_score is not None else correction_bias is not None
     top2 = top2 and topk_groups < num_groups
@@ -322,8 +332,8 @@ def fused_norm_router(
     if num_experts > MAX_EXPERTS:
         raise NotImplementedError(f"{RUNG}: gate_weight has {num_experts} experts; the router holds up to {MAX_EXPERTS}")
     _check_hidden(x)
-    eps = _check_number("eps", eps)
-    scaling = _check_number("routed_scaling_factor", routed_scaling_factor, signed=True)
+    eps = check_number("eps", eps)
+    scaling = check_number("routed_scaling_factor", routed_scaling_factor, signed=True)
     check_flag(RUNG, "renormalize", renormalize)
     _check_options(workspace, device, fused=fused)
     if fused and x.shape[0] > FEW_TOKENS:
@@ -356,7 +366,7 @@ def fused_add_norm(x, residual, norm_weight, *, eps=1e-6):
     _expect("residual", residual, tuple(x.shape), (x.dtype,), x.device, optional=True)
     _expect("norm_weight", norm_weight, (x.shape[1],), FLOATS, x.device, contiguous=True)
     _check_hidden(x)
-    eps = _check_number("eps", eps)
+    eps = check_number("eps", eps)
     _check_no_grad(x, residual, norm_weight)
     run = torch.ops.ladder.dflash2_add_norm if _as_operator() else _add_norm
     normed, residual_out = run(x, residual, norm_weight, eps)
@@ -723,10 +733,10 @@ def _check_options(workspace, device, *, fused, **flags):
         raise ValueError(f"{RUNG}: workspace is on {workspace.partials.device}; want a DecodeWorkspace on {device}")
 
 
-def _check_number(name, value, signed=False):
+def check_number(name, value, signed=False):
     """A finite float, not negative unless ``signed``."""
     wanted = "a finite number" if signed else "a finite number, 0 or more"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) and not isinstance(value, numbers.Real):
         raise TypeError(f"{RUNG}: {name} is {value!r}; want {wanted}")
     if not -math.inf < value < math.inf or (value < 0 and not signed):  # comparisons, which torch.compile can follow
         raise ValueError(f"{RUNG}: {name} is {value}; want {wanted}")

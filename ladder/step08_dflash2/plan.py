@@ -4,6 +4,7 @@ import functools
 
 import torch
 
+from ladder.contract import check_flag, check_integer
 from ladder.step06_paged.attention import processors
 from ladder.step07_dflash1.attention import arch, prefill_config
 
@@ -68,8 +69,15 @@ def explain(
 
     Returns:
         A few sentences, one a line. Nothing is launched.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what is wanted.
     """
     device = _device(device)
+    _check_problem("problem", problem)
+    check_flag(RUNG, "sinks", sinks)
+    check_flag(RUNG, "ragged", ragged)
+    page_size = check_integer(RUNG, "page_size", page_size, 0)
     if hasattr(problem, "q_len"):
         return _explain_decode(problem, windows, softcap, sinks, device)
     p, paged = problem, page_size > 0
@@ -124,8 +132,9 @@ def explain(
 
 def _explain_decode(p, windows, softcap, sinks, device):
     from . import decode
-    from .attention import device_code, hopper_code
+    from .attention import check_options, device_code, hopper_code
 
+    windows, softcap, _ = check_options((torch.empty(0, device="meta"),), p.Hq, True, windows, softcap, None, False, None)
     dtype = getattr(torch, p.dtype)
     words = [w for w, on in (("windows", windows is not None), ("softcap", softcap > 0), ("learned sinks", sinks)) if on]
     lines = [f"Decode of {p.B} x {p.q_len} new tokens, {p.Hq} heads on {p.Hkv}, head size {p.D}" + (f"/{p.Dv}" if p.Dv != p.D else "")
@@ -174,10 +183,18 @@ def warmup(shapes, device=None):
 
     A kernel is compiled for head sizes, dtype, mask features and 16-byte alignment, not for a length or a batch; Triton
     keeps it on disk, so the next process only loads it.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what is wanted.
     """
     device, launches = _device(device), 0
+    if hasattr(shapes, "dtype") or not hasattr(shapes, "__iter__"):
+        raise TypeError(f"{RUNG}: shapes is a {type(shapes).__name__}; want a list of problems, or of pairs (problem, options)")
     for shape in shapes:
-        problem, options = shape if isinstance(shape, (tuple, list)) else (shape, {})
+        problem, options = shape if isinstance(shape, (tuple, list)) and len(shape) == 2 else (shape, {})
+        _check_problem("shapes", problem)
+        if not isinstance(options, dict):
+            raise TypeError(f"{RUNG}: shapes holds options {options!r}; want a dict with keywords of explain")
         if hasattr(problem, "q_len"):
             _warm_decode(problem, options, device)
         else:
@@ -241,8 +258,23 @@ def _meta_tensors(p, ragged, page_size):
     return tuple(torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
 
 
+def _check_problem(name, problem):
+    missing = [field for field in ("B", "Hq", "Hkv", "D", "Dv", "dtype") if not hasattr(problem, field)]
+    if missing:
+        raise TypeError(
+            f"{RUNG}: {name} {'is' if name == 'problem' else 'holds'} a {type(problem).__name__}, which has no {missing[0]}; "
+            "want an AttentionProblem or a DecodeProblem"
+        )
+
+
 def _device(device):
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        wrong = TypeError if isinstance(error, TypeError) else ValueError
+        raise wrong(f"{RUNG}: device is {device!r}; want 'cpu', 'cuda' or a torch.device") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{RUNG}: device is {str(device)!r}, and PyTorch sees no GPU; want 'cpu'")
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from ladder.contract import check_integer
+from ladder.contract import check_attention, check_flag, check_integer
 
 RUNG = "step08_dflash2"
 UNLIMITED = 1 << 30  # in the table: a stop or a left reach of None; longer than any sequence
@@ -150,21 +150,27 @@ class RangeWindows:
         """The mask as a bool tensor (Sq, Sk): True where the query sees the key. The definition, not the way to compute.
 
         right: keys after its own position that a query sees; None is 0 under a causal mask and all without one.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what came and what is wanted.
         """
+        Sq, Sk, right = _check_sizes(Sq, Sk, causal, right)
         position = torch.arange(Sq, device=device)[:, None] + (Sk - Sq)
         key = torch.arange(Sk, device=device)[None, :]
         sink, left = self.limits(position, Sk)
         seen = (key >= position - left) | (key < sink)
-        right = 0 if causal and right is None else right
         return seen if right is None else seen & (key <= position + right)
 
     def visited_tiles(self, Sq, Sk, causal, block_m, block_n, right=None):
         """The tiles that the kernel loads and computes: ``VisitedTiles``, in the order of its loops.
 
         Tiles that no edge crosses come first, then those that need a mask; tiles outside come not at all.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what came and what is wanted.
         """
+        Sq, Sk, right = _check_sizes(Sq, Sk, causal, right)
         block_m, block_n = check_integer(RUNG, "block_m", block_m, 1), check_integer(RUNG, "block_n", block_n, 1)
-        right = 0 if causal and right is None else right
         position = torch.arange(Sq) + (Sk - Sq)
         sink, left = self.limits(position, Sk)
         low = torch.where(position - left <= sink, 0, position - left)  # sinks that meet the window: all from the start
@@ -194,10 +200,14 @@ class RangeWindows:
 
         Returns:
             A float in 0 .. 1, 0 when nothing is lost; with per_head a float32 tensor (B, Hq).
+
+        Raises:
+            TypeError, ValueError: naming the argument, what came and what is wanted.
         """
-        (_, num_heads, Sq, head_dim), (_, num_kv_heads, Sk, _) = q.shape, k.shape
-        scale = head_dim**-0.5 if scale is None else scale
-        rows = check_integer(RUNG, "rows", rows, 1)
+        scale = check_attention(RUNG, q, k, k, causal=causal, scale=scale, grouped_heads=True)
+        (_, num_heads, Sq, _), (_, num_kv_heads, Sk, _) = q.shape, k.shape
+        rows, seed = check_integer(RUNG, "rows", rows, 1), check_integer(RUNG, "seed", seed, 0)
+        check_flag(RUNG, "per_head", per_head)
         chosen = torch.randperm(Sq, generator=torch.Generator().manual_seed(seed))[:rows].to(q.device)
         if not chosen.numel() or not Sk or not num_heads:
             return torch.zeros(q.shape[:2], device=q.device) if per_head else 0.0
@@ -215,6 +225,13 @@ class RangeWindows:
             dropped.append(probs.masked_fill(~hidden[row], 0.0).sum(dim=-1).flatten(1))
         mass = torch.stack(dropped).mean(dim=0)
         return mass if per_head else float(mass.mean())
+
+
+def _check_sizes(Sq, Sk, causal, right):
+    """(Sq, Sk, right), of which right is 0 under a causal mask."""
+    check_flag(RUNG, "causal", causal)
+    right = None if right is None else check_integer(RUNG, "right", right, 0, optional=True)
+    return check_integer(RUNG, "Sq", Sq, 0), check_integer(RUNG, "Sk", Sk, 0), 0 if causal and right is None else right
 
 
 def _check_position(name, value):

@@ -163,12 +163,15 @@ def read_config(path=WEIGHTS):
     Raises:
         FileNotFoundError: there is no such file; the message says how to train it.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     if not Path(path).is_file():
         raise FileNotFoundError(f"tiny-moe: no weights at {path}; train them with python -m ladder.engine.train_tiny_moe --out DIR")
-    with safe_open(str(path), framework="pt") as file:
-        metadata = file.metadata() or {}
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+    except SafetensorError as error:
+        raise ValueError(f"tiny-moe: {path} is no safetensors file ({error}); want a file that train_tiny_moe wrote") from error
     if "config" not in metadata:
         raise ValueError(f"tiny-moe: {path} holds no configuration; want a file that train_tiny_moe wrote")
     return TinyMoEConfig(**json.loads(metadata["config"]))
