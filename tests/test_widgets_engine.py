@@ -10,10 +10,12 @@ import torch
 
 from ladder import profile
 from ladder.engine.engine import Engine
+from ladder.engine.kv_pool import PagePool
 from ladder.engine.models import find, tiny_moe
 from ladder.engine.models.tiny_moe import TinyMoEConfig
 from ladder.engine.sampling import SamplingParams
-from ladder.lab import end_to_end, exercises, exercises_engine, plots, profiling, results, solutions_engine
+from ladder.engine.scheduler import Request, Scheduler
+from ladder.lab import end_to_end, exercises, plots, profiling, results, solutions_engine
 from ladder.lab.widgets_engine import (
     AmdahlExplorer,
     DecisionExplorer,
@@ -176,7 +178,7 @@ def test_timeline_explorer():
     def longest_gap():
         return max(b - a for r in explorer.run().requests for a, b in zip(r.times, r.times[1:]))
 
-    explorer.chunk_tokens.value, explorer.decode_every.value = 32, 8
+    explorer.pages.value, explorer.chunk_tokens.value, explorer.decode_every.value = 40, 32, 8
     late = longest_gap()
     explorer.decode_every.value = 1
     assert longest_gap() < late
@@ -413,10 +415,29 @@ def test_solutions_pass(name):
     assert [exercises.run(exercise, level, exercise.solve()) for level in ("visible", "strict")] == [None, None]
 
 
+def scheduled_chunks(prompts, chunk_tokens):
+    """The prefill steps of the engine's scheduler on a pool that never runs out, before anybody decodes."""
+    pool = PagePool(2 + sum(prompts) + 2 * len(prompts), 1)
+    scheduler = Scheduler(pool, chunk_tokens=chunk_tokens, chunk_keys=10**9, decode_every=10**9)
+    for number, length in enumerate(prompts):
+        scheduler.add(Request(number, [0] * length, SamplingParams(max_tokens=2)))
+    steps = []
+    while scheduler.busy and not (step := scheduler.next()).decode:
+        steps.append([(r.id, n) for r, n in step.chunks])
+        for request, new in step.chunks:
+            request.computed += new
+            if request.missing == 0:
+                request.output.append(0)
+    return steps
+
+
 def test_exercises_are_what_the_ladder_does():
     rng = random.Random(0)
     for _ in range(50):
         intervals = [(a, a + rng.randint(0, 9)) for a in (rng.randint(0, 40) for _ in range(rng.randint(0, 8)))]
         assert solutions_engine.busy(intervals, 50) == pytest.approx(profile._union(intervals) / 50)
         prompts, size = [rng.randint(1, 30) for _ in range(rng.randint(0, 6))], rng.randint(1, 20)
-        assert solutions_engine.chunks(prompts, size) == exercises_engine.scheduled_chunks(prompts, size)
+        chunks = solutions_engine.chunks(prompts, size)
+        rests = [step[0] for step in chunks[1:]]
+        if not any(count == 1 and sum(n == number for step in chunks for n, _ in step) > 1 for number, count in rests):
+            assert chunks == scheduled_chunks(prompts, size), "the engine computes a last single token as a decode"

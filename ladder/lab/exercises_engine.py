@@ -1,5 +1,6 @@
 """Exercises of chapters 09 and 11: Amdahl's law, busy time, the decision; the pool, chunks, latencies. Registered by ``ladder.lab.exercises``."""
 
+import itertools
 import math
 
 from ladder import profile
@@ -181,30 +182,15 @@ _exercise(
 # ---------------------------------------------------------------- 11b: chunked prefill
 
 
-def scheduled_chunks(prompts, chunk_tokens):
-    """The prefill steps of the engine's scheduler on a pool that never runs out, before anybody decodes."""
-    from ladder.engine.kv_pool import PagePool
-    from ladder.engine.sampling import SamplingParams
-    from ladder.engine.scheduler import Request, Scheduler
-
-    scheduler = Scheduler(PagePool(2 + sum(prompts) + 2 * len(prompts), 1), chunk_tokens=chunk_tokens, chunk_keys=10**9, decode_every=10**9)
-    for number, length in enumerate(prompts):
-        scheduler.add(Request(number, [0] * length, SamplingParams(max_tokens=2)))
-    steps = []
-    while scheduler.busy:
-        step = scheduler.next()
-        if step.decode:
-            break
-        steps.append([(r.id, n) for r, n in step.chunks])
-        for request, new in step.chunks:
-            request.computed += new
-            if request.missing == 0:
-                request.output.append(0)
-    return steps
+def _laid_end_to_end(prompts, chunk_tokens):
+    """All tokens in a row, cut every ``chunk_tokens``: the definition, not an algorithm."""
+    row = [number for number, length in enumerate(prompts) for _ in range(length)]
+    steps = [row[i : i + chunk_tokens] for i in range(0, len(row), chunk_tokens)]
+    return [[(number, len(list(part))) for number, part in itertools.groupby(step)] for step in steps]
 
 
 def _chunks_case(answer, prompts, chunk_tokens):
-    got, want = answer(list(prompts), chunk_tokens), scheduled_chunks(prompts, chunk_tokens)
+    got, want = answer(list(prompts), chunk_tokens), _laid_end_to_end(prompts, chunk_tokens)
     case = f"prompts {', '.join(map(str, prompts)) or 'none'} in steps of {chunk_tokens}"
     if not isinstance(got, (list, tuple)):
         raise NotYet(f"{case}: the result is {type(got).__name__}; want a list of steps")
@@ -261,6 +247,7 @@ def _latencies_strict(answer):
         ([(1.0, 2.0), (1.0, 4.0)], 0.0, 1.0, 2.0, "two gaps: their middle"),
         ([(1.0, 2.0), ()], 0.5, 0.5, 1.0, "one request without a token yet"),
         ([(5.0, 6.0), (1.0, 2.5, 3.5, 4.5)], 0.0, 5.0, 1.0, "a first token is never a gap"),
+        ([(1.0, 2.0), (2.0, 3.0), (9.0, 10.0)], 0.0, 9.0, 1.0, "one late request of three"),
     ):
         _latencies_case(answer, times, began, ttft, itl, case)
 
