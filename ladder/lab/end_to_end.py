@@ -414,14 +414,13 @@ def quality_table(doc=None):
     return Markdown("\n".join(lines))
 
 
-def quality_here(tokens=640, window=64):
-    """{policy: bits per byte} of tiny-moe on two source files of this repository, computed here in float32 by step 08's CPU path."""
+def quality_here(tokens=1024, window=64):
+    """{policy: bits per byte} of tiny-moe on a source file of this repository, computed here in float32 by step 08's CPU path."""
     from ladder.engine.quality import bits_per_byte
     from ladder.step08_dflash2 import RangeWindows
 
-    package = Path(__file__).resolve().parents[1]
-    files = [package / rung / "kernel.py" for rung in ("step06_paged", "step07_dflash1")]  # they do not change any more
-    rows = torch.tensor([list(file.read_bytes()[: tokens + 1]) for file in files])
+    text = (Path(__file__).resolve().parents[1] / "step07_dflash1" / "kernel.py").read_bytes()[: tokens + 1]  # it does not change any more
+    rows = torch.tensor([list(text)])
     policies = {
         "exact": None, f"sliding {window}": RangeWindows.sliding(window), f"sink 4 + window {window - 4}": RangeWindows.sink_window(4, window - 4),
         f"sliding {4 * window}": RangeWindows.sliding(4 * window),
@@ -437,6 +436,6 @@ def quality_picture(found):
     entries = [(name, value, colour) for (name, value), colour in zip(found.items(), colours)]
     figure = plots.bars(
         entries, unit="bits per byte, second half of the text", highlight="exact",
-        note="Computed here: tiny-moe reads the first lines of two source files of this repository. Little text: read the order, not the third digit.",
+        note="Computed here: tiny-moe reads the first lines of a source file of this repository. Little text: read the order, not the third digit.",
     )  # fmt: skip
     return plots.Picture(figure, f"bits per byte under {len(found)} window policies")

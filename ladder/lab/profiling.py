@@ -294,7 +294,7 @@ def memory_over_time(seqlen=2048):
     axes.grid(True, lw=0.6)
     axes.legend(loc="upper right", bbox_to_anchor=(1.0, 1.17), ncol=2)
     axes.set_title("A spike for each call")
-    plots.caption(figure, f"8 heads, {seqlen} tokens, this CPU. Look at the shape: spikes are temporary buffers, and what they take at their tip is what no request may have.")
+    plots.caption(figure, f"8 heads, {seqlen} tokens, this CPU. Look at the shape: spikes are temporary buffers, and what they take at their tip no request can have. A tile fits into what the process holds anyway.")
     return plots.Picture(figure, "memory over time of rungs 01 and 03")
 
 
