@@ -20,7 +20,7 @@ from ladder.engine.sampling import SamplingParams
 from ladder.engine.scheduler import Request, Scheduler
 
 from . import plots, results
-from .report import title as implementation_title
+from .report import title
 
 OURS, V1 = "step08_dflash2", "step07_dflash1"
 RECORDS = {
@@ -38,6 +38,12 @@ ARTICLE = {
     "tok_s": ("throughput", "tokens/s", 320.0, 430.0),
 }
 ARTICLE_CONCURRENCY = {0.85: 48, 0.90: 56, 0.95: 64}  # one A100 of 80 GB; the last "occasionally" out of memory
+
+
+def implementation_title(impl):
+    """A backend, or a peer of the whole engine, as a table names it."""
+    peers = {"transformers_grouped_mm": "transformers, SDPA and grouped_mm", "transformers_eager": "transformers, SDPA"}
+    return peers.get(impl) or title(impl)
 
 
 def record(name):
@@ -331,8 +337,18 @@ def implied_throughput(ttft_ms, itl_ms, *, concurrency=8, output_len=512):
 
 def served(doc, impl, **changes):
     """The throughput row of a backend, None where there is none; ``changes`` of ``SERVED``."""
-    rows = [e for e in results.select(doc, impl, **{**SERVED, **changes}) if "ttft_ms" in e and not e.get("partial")] if doc else []
-    return rows[-1] if rows else None
+    rows = _whole(results.select(doc, impl, **{**SERVED, **changes})) if doc else []
+    # A run whose pool is sized to its requests shows the memory that they need; another one fills the fraction it was given.
+    peaks = [e["peak_bytes"] for e in rows if e.get("peak_bytes")]
+    return {**rows[-1], "peak_bytes": min(peaks, default=None)} if rows else None
+
+
+def _whole(rows):
+    return [e for e in rows if "ttft_ms" in e and not e.get("partial")]
+
+
+def _short(value):
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _ours(entry, name):
@@ -347,7 +363,7 @@ def _pair(old, new, unit):
     if old is None or new is None:
         return "not recorded yet"
     change = new / old if unit == "tokens/s" else old / new
-    return f"{old:,.3g} to {new:,.3g} {unit} ({change:.2f} x)"
+    return f"{_short(old)} to {_short(new)} {unit} ({change:.2f} x)"
 
 
 def results_table(doc=None):
@@ -365,15 +381,31 @@ def results_table(doc=None):
 def backends_table(doc=None, **changes):
     """Every backend that was recorded on one workload, slowest token first, as a Markdown table."""
     doc = doc or record("engine")
-    rows = [e for e in results.select(doc, **{**SERVED, **changes}) if "ttft_ms" in e and not e.get("partial")] if doc else []
+    case = {**SERVED, **changes}
+    names = dict.fromkeys(e["impl"] for e in _whole(results.select(doc, **case))) if doc else {}
+    rows = [served(doc, name, **changes) for name in names]
     if not rows:
-        return missing("engine", ", ".join(f"{k} {v}" for k, v in {**SERVED, **changes}.items()))
+        return missing("engine", ", ".join(f"{k} {v}" for k, v in case.items()))
     lines = ["| backend | TTFT, ms | ITL, ms | ITL p99, ms | tokens/s | peak memory |", "|:--|--:|--:|--:|--:|--:|"]
     for e in sorted(rows, key=lambda e: -e.get("itl_ms", math.inf)):
-        peak = plots.size(e["peak_bytes"]) if e.get("peak_bytes") else "-"
+        peak = plots.size(e["peak_bytes"]) if e["peak_bytes"] else "-"
         bold = "**" if e["impl"] == OURS else ""
-        values = " | ".join(f"{e[n]:,.3g}" if n in e else "-" for n in ("ttft_ms", "itl_ms", "itl_p99_ms", "tok_s"))
+        values = " | ".join(_short(e[n]) if n in e else "-" for n in ("ttft_ms", "itl_ms", "itl_p99_ms", "tok_s"))
         lines.append(f"| {bold}{implementation_title(e['impl'])}{bold} | {values} | {peak} |")
+    lines.append(f"\n*{results.caption(doc)}; random weights.*")
+    return Markdown("\n".join(lines))
+
+
+def long_table(doc=None, least=32768):
+    """Peak memory and first token of every backend on prompts of ``least`` tokens and more, as a Markdown table."""
+    doc = doc or record("engine")
+    rows = [e for e in _whole(results.select(doc, model=SERVED["model"])) if e["case"]["input_len"] >= least] if doc else []
+    if not rows:
+        return missing("engine", f"prompts of {least:,} tokens, `--input-len {least} --output-len 16 --concurrency 1 --fit`")
+    lines = ["| tokens in, out, requests | backend | TTFT, ms | peak memory |", "|:--|:--|--:|--:|"]
+    for e in sorted(rows, key=lambda e: (e["case"]["input_len"], e["case"]["concurrency"], e["impl"])):
+        c, peak = e["case"], plots.size(e["peak_bytes"]) if e.get("peak_bytes") else "-"
+        lines.append(f"| {c['input_len']:,}, {c['output_len']}, {c['concurrency']} | {implementation_title(e['impl'])} | {_short(e['ttft_ms'])} | {peak} |")
     lines.append(f"\n*{results.caption(doc)}; random weights.*")
     return Markdown("\n".join(lines))
 
@@ -381,7 +413,7 @@ def backends_table(doc=None, **changes):
 def dense_table(doc=None):
     """Steps 07 and 08 where the gain should vanish, short prompts of a dense model, beside where it should not."""
     doc = doc or record("engine")
-    dense = [e for e in results.select(doc, model="mla-dense") if "ttft_ms" in e and not e.get("partial")] if doc else []
+    dense = _whole(results.select(doc, model="mla-dense")) if doc else []
     lengths = sorted({(e["case"]["input_len"], e["case"]["output_len"], e["case"]["concurrency"]) for e in dense})
     lines = ["| model | tokens in, out, requests | TTFT, step 07 to 08 | ITL, step 07 to 08 |", "|:--|--:|--:|--:|"]
     cases = [("deepseek-v2-lite", (4096, 512, 8)), *(("mla-dense", n) for n in lengths)]
