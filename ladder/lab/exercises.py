@@ -809,5 +809,5 @@ _exercise(
 )  # fmt: skip
 
 
-# The last chapter's exercises stand in a file of their own and register themselves here.
-from . import exercises_dflash2  # noqa: E402, F401
+# The exercises of later chapters stand in files of their own and register themselves here.
+from . import exercises_dflash2, exercises_engine  # noqa: E402, F401
