@@ -312,6 +312,7 @@ def test_the_articles_table_agrees_with_itself():
         assert end_to_end.implied_throughput(ttft, itl) == pytest.approx(said, rel=0.04)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not tiny_moe.WEIGHTS.is_file(), reason="tiny-moe is not trained yet")
 def test_training_and_quality_pictures():
     run = json.loads(end_to_end.TRAINING.read_text())
