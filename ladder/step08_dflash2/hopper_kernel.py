@@ -119,14 +119,14 @@ def dflash2_range(table_ptr, r, keys):
 
 @gluon.jit
 def dflash2_keys(
-    first, count, rows, keys, right, table_ptr, split, num_splits,
+    first, rows, keys, right, table_ptr, split, num_splits,
     N: gl.constexpr, BLOCK_M: gl.constexpr, HAS_RIGHT: gl.constexpr, NUM_RANGES: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """The key tiles that rows first .. first + BLOCK_M see, and how those of one group of ``count`` rows are masked.
+    """The key tiles that rows first .. first + BLOCK_M see.
 
-    Returns (low, sink, high_tile, low_tile, sink_tile, begin, end, left_from): keys below ``low`` and not below ``sink`` are
-    seen by no row; tiles run high_tile - 1 down to low_tile, then sink_tile - 1 down to 0; this split does the
-    numbers begin .. end of that list.
+    Returns (low, sink, high_tile, low_tile, sink_tile, begin, end): keys below ``low`` and not below ``sink`` are seen by no
+    row; tiles run high_tile - 1 down to low_tile, then sink_tile - 1 down to 0; this split does the numbers begin .. end of
+    that list.
     """
     past = keys - rows
     last = gl.minimum(first + BLOCK_M, rows) - 1
@@ -272,7 +272,7 @@ def dflash2_produce(
     while t < num_work:
         keys = gl.maximum(keys, 0)
         low, sink, high_tile, low_tile, sink_tile, begin, end = dflash2_keys(
-            first, BLOCK_M, rows, keys, right, table_ptr, split, num_splits, N, BLOCK_M, HAS_RIGHT, NUM_RANGES, SPLIT
+            first, rows, keys, right, table_ptr, split, num_splits, N, BLOCK_M, HAS_RIGHT, NUM_RANGES, SPLIT
         )
         if first >= rows:
             end = begin
@@ -478,7 +478,7 @@ def dflash2_consume(
         if SPLIT:
             split = dflash2_field(work_smem, turn % PLACES, 7)
         low, sink, high_tile, low_tile, sink_tile, begin, end = dflash2_keys(
-            first, BLOCK_M, rows, keys, right, table_ptr, split, num_splits, N, BLOCK_M, HAS_RIGHT, NUM_RANGES, SPLIT
+            first, rows, keys, right, table_ptr, split, num_splits, N, BLOCK_M, HAS_RIGHT, NUM_RANGES, SPLIT
         )
         if first >= rows:
             end = begin
