@@ -97,6 +97,11 @@ def test_gate_in_float32(tokens):
     assert parity, parity.reason
 
 
+def agree(got, want):
+    """Equal but for two units of the largest value: other strides choose another product, whose sums round elsewhere."""
+    torch.testing.assert_close(got, want, rtol=0.0, atol=2 * torch.finfo(want.dtype).eps * float(want.abs().max()))
+
+
 @pytest.mark.parametrize("name", ["Llama-8B", "Qwen3-30B-A3B", "GLM", "DeepSeek-V2-Lite"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_strides_and_negative_slots(name, fused):
@@ -110,10 +115,10 @@ def test_strides_and_negative_slots(name, fused):
     all_slots, args[slots] = args[slots], torch.where(kept, args[slots], -1 - args[slots]).int()
     out = torch.full((*plain.shape[::-1],), NAN, dtype=plain.dtype, device=CUDA).permute(2, 1, 0)
     case.call(*args, **options, fused=fused, out=out)
-    torch.testing.assert_close(out, want[0])
+    agree(out, want[0])
     for cache, rows in zip(caches(case, args), want[1:]):
         got = cache.flatten(0, 1)[all_slots]
-        torch.testing.assert_close(got[kept], rows[kept])
+        agree(got[kept], rows[kept])
         assert got[~kept].isnan().all()
 
 
@@ -145,7 +150,7 @@ def test_slots_past_2_to_31():
             b[stride:].fill_(NAN)
         result = case.call(*args, **options, fused=fused)
         for got, want in zip((result, *(c[args[7] // 64, args[7] % 64] for c in far)), plain):
-            torch.testing.assert_close(got, want)
+            agree(got, want)
 
 
 @pytest.mark.parametrize("tokens", [8, 300])

@@ -61,11 +61,12 @@ class Runner:
         absorbed = backend.absorbs and not backend.gathers
         self.captures = cuda_graphs and device.type == "cuda" and backend.captures and (absorbed or not spec.latent)
         self.cache = self.context = None
-        self.graphs = {}
+        self.graphs, self.pool = {}, None
 
     def allocate(self, num_pages):
         """The cache of so many pages, page 0 included; replaces the one there was."""
         self.graphs.clear()
+        self.pool = None
         self.cache = self.context = None
         self.cache = KVCache(
             self.spec.cache_rows, self.spec.config.num_layers, num_pages, self.page_size, self.dtype, self.device
@@ -166,8 +167,6 @@ class DecodeGraph:
     Rows without a request stand at position 0 of page 0, which is nobody's.
     """
 
-    pool = None  # the graphs of a process share their memory: only one runs at a time
-
     def __init__(self, runner, size):
         self.runner, self.size = runner, size
         device = runner.device
@@ -194,8 +193,9 @@ class DecodeGraph:
                 self.forward()
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        DecodeGraph.pool = DecodeGraph.pool or torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=DecodeGraph.pool):
+        runner = self.runner  # its graphs share their memory, for only one runs at a time; a pool dies with its last graph
+        runner.pool = runner.pool or torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=runner.pool):
             logits, greedy = self.forward()
         return graph, logits, greedy
 

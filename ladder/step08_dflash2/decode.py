@@ -10,7 +10,7 @@ from ladder.step06_paged.attention import check_out, processors
 from ladder.step06_paged.cache import check_paged
 from ladder.step07_dflash1.attention import DecodeWorkspace, arch, layout, split_head
 
-from . import eager
+from . import eager, hopper_decode
 from .attention import MAX_HEAD_DIM, RUNG, check_options, check_written, device_code, scale_factors
 from .windows import UNLIMITED, RangeWindows
 
@@ -275,6 +275,14 @@ def _launch_decode(
     right, scale, windows, softcap, sinks, num_kv_splits, workspace=None, schedule=None, config=None, latent=False,
 ):  # fmt: skip
     """Launch ``dflash2_decode`` on checked arguments, q and out (B, q_len, Hq, .), none of them empty; fills out and lse."""
+    if not latent and config is None:
+        from .attention import hopper_code
+
+        what = dict(scale=scale, windows=windows, softcap=softcap, schedule=schedule)
+        if hopper_code(q.device) is not None and hopper_decode.supports_decode(q, k_cache, v_cache, out, **what) is None:
+            what = dict(scale=scale, right=right, sinks=sinks, num_kv_splits=num_kv_splits, workspace=workspace)
+            hopper_decode.launch_decode(q, k_cache, v_cache, block_table, seq_lens, out, lse, **what)
+            return
     kernel = device_code(q, "decode_kernel").dflash2_decode
     (batch, q_len, num_heads, head_dim), (_, page_size, num_kv_heads, head_dim_v) = q.shape, v_cache.shape
     group, device, capacity = num_heads // num_kv_heads, q.device, block_table.shape[1] * page_size

@@ -456,7 +456,7 @@ def dflash2_norm_router(
     partials_ptr, counters_ptr, stride_xt, stride_xk, stride_rt, stride_rk, stride_ge, stride_gk,
     tokens, hidden, per_split, splits, row_tiles, num_experts, eps, scaling,
     NORM: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr, FINISH_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, FINISH_T: tl.constexpr,
     GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, PER_GROUP: tl.constexpr, BLOCK_P: tl.constexpr,
     TOPK_GROUPS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_TOPK: tl.constexpr, SIGMOID: tl.constexpr, TOP2: tl.constexpr,
     RENORMALIZE: tl.constexpr, ONE_TILE: tl.constexpr, PRECISION: tl.constexpr,
@@ -474,16 +474,17 @@ def dflash2_norm_router(
     k = tl.arange(0, BLOCK_K)
     expert = tile * BLOCK_E + tl.arange(0, BLOCK_E)
     if NORM:
-        squares = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
-        for offset in range(0, hidden, BLOCK_K):
-            mask = row_ok[:, None] & (offset + k < hidden)[None, :]
-            k64 = (offset + k).to(tl.int64)[None, :]
+        squares = tl.zeros([BLOCK_T], tl.float32)
+        wide = tl.arange(0, BLOCK_S)
+        for offset in range(0, hidden, BLOCK_S):  # wider than the product's tiles: each round waits for memory once
+            mask = row_ok[:, None] & (offset + wide < hidden)[None, :]
+            k64 = (offset + wide).to(tl.int64)[None, :]
             x = tl.load(x_ptr + row64 * stride_xt + k64 * stride_xk, mask=mask, other=0.0)
             if residual_ptr is not None:
                 residual = tl.load(residual_ptr + row64 * stride_rt + k64 * stride_rk, mask=mask, other=0.0)
                 x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-            squares += x.to(tl.float32) * x.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(squares, axis=1) / hidden + eps)
+            squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
+        scale = tl.rsqrt(squares / hidden + eps)
     acc = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
     start = split * per_split
     for offset in range(start, tl.minimum(start + per_split, hidden), BLOCK_K):

@@ -21,22 +21,26 @@ PREFILL = (
     (128, 128, BF16, True, 4096, 64, {}), (128, 128, BF16, True, 4096, 16, dict(num_splits=4)), (192, 128, BF16, True, 4096, 64, {}),
 )  # fmt: skip
 MLA = ((16, 1, 64, BF16, None), (128, 1, 64, BF16, 1), (16, 4, 16, FP16, 3))  # heads, new tokens, page size, dtype, splits
+# query and KV heads, head size, new tokens, page size, dtype, splits
+DECODE = ((32, 8, 128, 1, 64, BF16, None), (64, 8, 64, 1, 64, BF16, None), (28, 4, 128, 16, 16, FP16, 3))
 
 
 def hopper_compile_cases():
     """Yield (name, kernel, args, kwargs) of every launch of the Hopper kernels to compile."""
-    from . import hopper, hopper_kernel, hopper_mla_kernel, merge_kernel
+    from . import hopper, hopper_decode, hopper_decode_kernel, hopper_kernel, hopper_mla_kernel, merge_kernel
 
     launches = []
     kernels = ((hopper_kernel, "dflash2_prefill_hopper"), (hopper_mla_kernel, "dflash2_mla_hopper"),
-               (merge_kernel, "dflash2_merge_splits"), (merge_kernel, "dflash2_mla_merge"))  # fmt: skip
+               (merge_kernel, "dflash2_merge_splits"), (merge_kernel, "dflash2_mla_merge"),
+               (hopper_decode_kernel, "dflash2_decode_hopper"))  # fmt: skip
 
     def launched(name, call):
         with contextlib.ExitStack() as patches:
             for module, kernel in kernels:
                 patches.enter_context(mock.patch.object(module, kernel, recorder(launches, getattr(module, kernel))))
-            patches.enter_context(mock.patch.object(hopper, "_processors", lambda _: 132))
-            patches.enter_context(mock.patch.object(hopper, "_counter", lambda _: torch.zeros(1, dtype=torch.int32)))
+            for module in (hopper, hopper_decode):
+                patches.enter_context(mock.patch.object(module, "_processors", lambda _: 132))
+                patches.enter_context(mock.patch.object(module, "_counter", lambda _: torch.zeros(1, dtype=torch.int32)))
             patches.enter_context(mock.patch.object(torch.cuda, "device", lambda _: contextlib.nullcontext()))
             call()
         for function, args, kwargs in launches:
@@ -66,3 +70,10 @@ def hopper_compile_cases():
         options = dict(scale=0.1, right=0, sinks=None, num_kv_splits=splits, workspace=None)
         call = lambda: hopper.launch_mla(q, cache, table, torch.zeros(8, dtype=torch.int32), out, None, **options)  # noqa: B023,E731
         yield from launched(f"MLA {heads} heads q_len {q_len} page {page} splits {splits}", call)
+
+    for heads, kv_heads, d, q_len, page, dtype, splits in DECODE:
+        q, out = (torch.empty(8, q_len, heads, d, dtype=dtype) for _ in range(2))
+        k, v = (torch.empty(99, page, kv_heads, d, dtype=dtype) for _ in range(2))
+        table, options = torch.zeros(8, 4096 // page, dtype=torch.int32), dict(scale=0.1, right=0, sinks=None, num_kv_splits=splits, workspace=None)
+        call = lambda: hopper_decode.launch_decode(q, k, v, table, torch.zeros(8, dtype=torch.int32), out, None, **options)  # noqa: B023,E731
+        yield from launched(f"decode {heads}/{kv_heads} d{d} q_len {q_len} page {page} splits {splits}", call)
