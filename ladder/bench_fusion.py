@@ -1,7 +1,7 @@
 """Measure step 08's fusion on a GPU: ``python -m ladder.bench_fusion --json FILE``.
 
 Each fused call beside the chain of PyTorch operations that it replaces, as a model's code writes it: device launches,
-bytes moved, microseconds in a CUDA graph with L2 overwritten before, and errors against float64. ``one_launch`` and
+bytes moved, microseconds in a CUDA graph with L2 filled with other data before, and errors against float64. ``one_launch`` and
 ``two_launches`` are the two ways that the call chooses between; ``step08_dflash2`` is what it chooses.
 """
 

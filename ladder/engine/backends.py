@@ -256,10 +256,10 @@ class Fused:
             num_heads=c.num_heads, num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, workspace=self.workspace,
         )  # fmt: skip
 
-    def append_latent(self, latent, attention, cos, sin, batch, cache, q_rope, q_nope):
+    def append_latent(self, latent, attention, cos, sin, batch, cache, q_rope, q_nope, out=None):
         return self.step08.fused_mla_append(
             latent, attention.latent_norm, cos, sin, batch.positions, cache, batch.slots, q_rope, q_nope=q_nope,
-            norm_eps=attention.config.eps, interleaved=False, workspace=self.workspace,
+            norm_eps=attention.config.eps, interleaved=False, out=out, workspace=self.workspace,
         )  # fmt: skip
 
 

@@ -129,18 +129,25 @@ class ServingContext(Context):
                 out = self.backend.mla_decode(query, latents, batch, c.scale, c.latent)
             return attention.values(out)
         # Prefill, chunked too: heads are made from the cached latents, where this chunk's are by now.
-        query = self._append_latent(attention, q, latent, latents, q[..., : c.nope_dim])
+        query = self._append_latent(attention, q, latent, latents)
         (gathered,) = self.cache.gather(layer, batch.key_slots)
         return self.backend.varlen(query, *attention.expand(gathered), batch, c.scale)
 
-    def _append_latent(self, attention, q, latent, cache, q_nope):
-        """Norm and rotate the latent into its cache; (T, H, n + rope_dim), ``q_nope`` and the rotated rest of q."""
+    def _append_latent(self, attention, q, latent, cache, q_nope=None):
+        """Norm and rotate the latent into its cache; (T, H, n + rope_dim), ``q_nope`` and the rotated rest of q.
+
+        q_nope: (T, H, n) to put in the place of q's own columns; None leaves those, and q may be rotated where it stands.
+        """
         c, batch = self.config, self.batch
         q_rope = q[..., c.nope_dim :]
         if self.backend.fused:
-            return self.backend.fused.append_latent(latent, attention, self.cos, self.sin, batch, cache, q_rope, q_nope)
+            args = (latent, attention, self.cos, self.sin, batch, cache, q_rope, q_nope)
+            if q_nope is not None:
+                return self.backend.fused.append_latent(*args)
+            self.backend.fused.append_latent(*args, out=q_rope)
+            return q
         compressed, rope = latent.split([c.latent, c.rope_dim], dim=-1)
         compressed = rms_norm(compressed, attention.latent_norm, c.eps)
         row = torch.cat([compressed, rotate(rope[:, None], self.rows)[:, 0]], dim=-1)
         self.cache.append(attention.layer, batch.slots, row)
-        return torch.cat([q_nope, rotate(q_rope, self.rows)], dim=-1)
+        return torch.cat([q[..., : c.nope_dim] if q_nope is None else q_nope, rotate(q_rope, self.rows)], dim=-1)

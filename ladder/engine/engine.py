@@ -140,8 +140,8 @@ class Engine:
         prompt, vocab = list(prompt), self.spec.config.vocab
         if not prompt:
             raise ValueError("engine: prompt is empty; want at least one token")
-        wrong = next((t for t in prompt if not 0 <= t < vocab), None)
-        if wrong is not None:
+        if not 0 <= min(prompt) <= max(prompt) < vocab:
+            wrong = next(t for t in prompt if not 0 <= t < vocab)
             raise ValueError(f"engine: prompt holds token {wrong}; want 0 .. {vocab - 1}")
         if len(prompt) + params.max_tokens > self.max_len:
             raise ValueError(

@@ -31,7 +31,8 @@ def measure(fn, inputs, *, device, budget_ms=300.0, min_runs=3, max_runs=200, fl
         device: torch.device that the work runs on.
         budget_ms: stop once the timed calls took this long.
         min_runs, max_runs: bounds on the number of timed calls.
-        flush: overwrite the L2 cache before each call (CUDA); right for whatever starts from device memory.
+        flush: fill the L2 cache with other data before each call (CUDA); right for whatever starts from device memory.
+            It is filled by reading: what a write left there would be written back during the call, at its cost.
 
     Returns:
         Timing. Compilation and the first call are outside it.
@@ -65,13 +66,13 @@ def _cuda_clock(fn, inputs, device, budget_ms, min_runs, max_runs, flush):
         fn(*inputs[0])
         torch.cuda.synchronize()
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-        sweep = torch.empty(2 * l2_bytes if flush else 0, dtype=torch.int8, device=device)
+        sweep = torch.zeros(l2_bytes // 2 if flush else 1, dtype=torch.float32, device=device)
 
         def run(count):
             events = []
             for i in range(count):
                 torch.cuda._sleep(HEAD_START_CYCLES)
-                sweep.zero_()
+                sweep.sum()
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 begin.record()
                 fn(*inputs[i % len(inputs)])

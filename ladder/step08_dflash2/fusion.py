@@ -218,7 +218,8 @@ def fused_mla_append(
         norm_eps: of the norm.
         interleaved: pairs are neighbours, as DeepSeek's weights have them. Pairs stay where they are: Hugging Face's code
             moves them apart, in queries and keys alike, which leaves every score the same.
-        out: (T, H, rot_dim), or (T, H, n + rot_dim) with q_nope, any strides. None allocates.
+        out: (T, H, rot_dim), or (T, H, n + rot_dim) with q_nope, any strides. Without q_nope it may be q_pe itself, which is
+            then turned where it stands. None allocates.
         workspace, fused: as in ``fused_qkv_rope_append``; without ``weight`` there is no product and neither matters.
 
     Returns:

@@ -298,6 +298,7 @@ def dflash2_finish_queries(
     slot = tl.load(slots_ptr + token, mask=row_ok, other=-1)
     poison = tl.where(slot < num_slots, 0.0, float("nan"))[:, None]  # a slot outside the cache must not pass unseen
     rows = token * stride_qt + head * stride_qh
+    tl.debug_barrier()  # q may be q_pe: all have read
     a, b = a * cos - b * sin + poison, b * cos + a * sin + poison
     dflash2_store_pairs(q_ptr, rows, row_ok, a, b, NOPE, stride_qd, ROT, HALF, INTERLEAVED)
     if NOPE:
