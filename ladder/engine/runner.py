@@ -164,18 +164,20 @@ class Runner:
 class DecodeGraph:
     """Decode of up to ``size`` rows as one CUDA graph: tokens in, the next greedy tokens and the logits out.
 
-    Rows without a request stand at position 0 of page 0, which is nobody's.
+    Rows without a request stand at position 0 of page 0, which is nobody's. A replay leaves the greedy tokens and their
+    positions where the next one reads them: a step that goes on with the same requests sends nothing to the device.
     """
 
     def __init__(self, runner, size):
         self.runner, self.size = runner, size
         device = runner.device
-        self.state = torch.zeros(2, size, dtype=torch.int64, device=device)  # tokens, positions
+        self.state = torch.zeros(3, size, dtype=torch.int64, device=device)  # tokens, positions, and 1 where there is a request
         self.table = torch.zeros(size, runner.table_width, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
-        self.host_state = torch.zeros(2, size, dtype=torch.int64, pin_memory=pinned)
+        self.host_state = torch.zeros(3, size, dtype=torch.int64, pin_memory=pinned)
         self.host_table = torch.zeros(size, runner.table_width, dtype=torch.int32, pin_memory=pinned)
         self.holders = []  # (request, preemptions, pages) of the rows that the device's table shows
+        self.next = None  # (request, preemptions, tokens computed) of the rows that the device's state is ready for
         # A workspace of its own: one that grew for another size would leave this graph with freed memory.
         self.workspace = type(runner.backend.workspace)(device) if hasattr(runner.backend, "workspace") else None
         self.context = runner.context.using(runner.backend.with_workspace(self.workspace))
@@ -201,18 +203,26 @@ class DecodeGraph:
 
     def forward(self):
         runner, size = self.runner, self.runner.page_size
-        tokens, positions = self.state
+        tokens, positions, live = self.state
         pages = self.table.gather(1, (positions // size)[:, None])[:, 0].long()
         slots, seq_lens = pages * size + positions % size, (positions + 1).int()
         self.context.begin(Batch(True, tokens, positions, slots, self.table, seq_lens, max_k=runner.max_len))
         logits = runner.model.logits(runner.model(tokens, self.context))
-        return logits, logits.argmax(dim=-1)
+        greedy = logits.argmax(dim=-1)
+        tokens.copy_(greedy)
+        positions.add_(live)
+        return logits, greedy
 
     def run(self, requests):
         count = len(requests)
-        self.host_state[:, :count] = torch.tensor([[r.tokens(r.computed, 1)[0] for r in requests], [r.computed for r in requests]])
-        self.host_state[:, count:] = 0
-        self.state.copy_(self.host_state, non_blocking=True)
+        now = [(r.id, r.preempted, r.computed) for r in requests]
+        if now != self.next:
+            columns = [[r.tokens(r.computed, 1)[0] for r in requests], [r.computed for r in requests], [1] * count]
+            self.host_state[:, :count] = torch.tensor(columns)
+            self.host_state[:, count:] = 0
+            self.state.copy_(self.host_state, non_blocking=True)
+        greedy = all(r.params.temperature == 0 for r in requests)
+        self.next = [(number, preempted, computed + 1) for number, preempted, computed in now] if greedy else None
         holders = [(r.id, r.preempted, len(r.pages)) for r in requests]
         if holders != self.holders:
             self.host_table.zero_()
