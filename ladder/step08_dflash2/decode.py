@@ -11,7 +11,15 @@ from ladder.step06_paged.cache import check_paged
 from ladder.step07_dflash1.attention import DecodeWorkspace, arch, layout, split_head
 
 from . import eager, hopper_decode
-from .attention import MAX_HEAD_DIM, RUNG, check_options, check_written, device_code, scale_factors
+from .attention import (
+    MAX_HEAD_DIM,
+    RUNG,
+    check_options,
+    check_written,
+    device_code,
+    hopper_code,
+    scale_factors,
+)
 from .windows import UNLIMITED, RangeWindows
 
 __all__ = ["DecodeWorkspace", "decode_bytes_moved", "decode_config", "dflash2_decode", "dflash2_mla_decode", "get_decode_schedule"]
@@ -275,17 +283,16 @@ def _launch_decode(
     right, scale, windows, softcap, sinks, num_kv_splits, workspace=None, schedule=None, config=None, latent=False,
 ):  # fmt: skip
     """Launch ``dflash2_decode`` on checked arguments, q and out (B, q_len, Hq, .), none of them empty; fills out and lse."""
-    if not latent and config is None:
-        from .attention import hopper_code
-
+    group, page_size = q.shape[2] // k_cache.shape[2], k_cache.shape[1]
+    if not latent and config is None and hopper_decode.pays(q.shape[1] * group, page_size) and hopper_code(q.device) is not None:
         what = dict(scale=scale, windows=windows, softcap=softcap, schedule=schedule)
-        if hopper_code(q.device) is not None and hopper_decode.supports_decode(q, k_cache, v_cache, out, **what) is None:
+        if hopper_decode.supports_decode(q, k_cache, v_cache, out, **what) is None:
             what = dict(scale=scale, right=right, sinks=sinks, num_kv_splits=num_kv_splits, workspace=workspace)
             hopper_decode.launch_decode(q, k_cache, v_cache, block_table, seq_lens, out, lse, **what)
             return
     kernel = device_code(q, "decode_kernel").dflash2_decode
-    (batch, q_len, num_heads, head_dim), (_, page_size, num_kv_heads, head_dim_v) = q.shape, v_cache.shape
-    group, device, capacity = num_heads // num_kv_heads, q.device, block_table.shape[1] * page_size
+    (batch, q_len, _, head_dim), (_, page_size, num_kv_heads, head_dim_v) = q.shape, v_cache.shape
+    device, capacity = q.device, block_table.shape[1] * page_size
     plan = _plan(
         batch, q_len, group, num_kv_heads, head_dim, head_dim_v, page_size, capacity, q.element_size(),
         arch(device), processors(device), latent, num_kv_splits, _reach(windows, q_len), _frozen(config),
@@ -326,8 +333,6 @@ def _launch_mla(q, latent_cache, block_table, seq_lens, out, lse, **options):
     """As ``_launch_decode`` for q (B, q_len, H, D) on a latent_cache (num_pages, page_size, D) whose first columns, as many as
     out has, are the value.
     """
-    from .attention import hopper_code
-
     hopper = hopper_code(q.device)
     what = {name: options[name] for name in ("scale", "windows", "softcap", "schedule")}
     if hopper is not None and options["config"] is None and hopper.supports_mla(q, latent_cache, out, **what) is None:

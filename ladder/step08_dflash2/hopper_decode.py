@@ -38,6 +38,13 @@ def supports_decode(q, k_cache, v_cache, out, *, scale, windows=None, softcap=0.
     return None
 
 
+def pays(rows, page_size):
+    """Whether this kernel is the faster one, measured: where a tile spans several pages, which a thread of the portable kernel
+    looks up one by one, or where its rows take more than its 16; see TUNING.md.
+    """
+    return page_size < TILE or rows > 16
+
+
 @functools.lru_cache(maxsize=1024)
 def plan_decode(batch, rows, num_kv_heads, capacity, processors, num_kv_splits):
     """(row tiles, found on the device, slots, splits of a sequence when not, target, most): see ``decode_kernel.dflash2_chunk``."""
@@ -52,6 +59,23 @@ def plan_decode(batch, rows, num_kv_heads, capacity, processors, num_kv_splits):
     if of_one == 1 or batch == 1 and target == 1:
         return row_tiles, False, batch, 1, target, most
     return row_tiles, True, min(batch * of_one, (target if batch == 1 else most + batch)), 1, target, most
+
+
+def describe_decode(p, processors=132):
+    """Sentences about how a problem (fields of ``ladder.lab.decode.DecodeProblem``) is launched, for ``explain``."""
+    rows = p.q_len * (p.Hq // p.Hkv)
+    row_tiles, found, slots, _, target, _ = plan_decode(p.B, rows, p.Hkv, p.capacity, processors, None)
+    lines = [
+        "Kernel: dflash2_decode_hopper, Gluon for sm_90 (TMA, wgmma, specialised warps).",
+        f"Tiles: {TILE} rows for the {rows} of a KV head ({p.q_len} tokens x {p.Hq // p.Hkv} heads), so K and V are read {row_tiles} x, by {TILE} "
+        f"keys; {STAGES[p.D]} tiles of K and of V under way in each of two programs a processor, brought by a warp of their own.",
+    ]
+    if found:
+        lines.append(f"Work: the device cuts the batch into about {target} parts of equal length a KV head, no part below {MIN_TILES * TILE} keys. Programs draw "
+                     "them from a counter, and the part of a sequence that finishes last merges the others in the same launch.")  # fmt: skip
+    else:
+        lines.append(f"Work: {p.Hkv * row_tiles * slots} parts, one a sequence, KV head and row tile; keys are not split, so nothing is merged.")
+    return lines
 
 
 def launch_decode(q, k_cache, v_cache, block_table, seq_lens, out, lse, *, scale, right, sinks, num_kv_splits, workspace):

@@ -131,7 +131,7 @@ def explain(
 
 
 def _explain_decode(p, windows, softcap, sinks, device):
-    from . import decode
+    from . import decode, hopper_decode
     from .attention import check_options, device_code, hopper_code
 
     windows, softcap, _ = check_options((torch.empty(0, device="meta"),), p.Hq, True, windows, softcap, None, False, None)
@@ -148,6 +148,10 @@ def _explain_decode(p, windows, softcap, sinks, device):
         decode._reach(windows, p.q_len), None,
     )  # fmt: skip
     tiles, rows = plan.config, p.q_len * (p.Hq // p.Hkv)
+    if not p.latent and not words and hopper_code(device) is not None and hopper_decode.pays(rows, p.page_size):
+        q, cache = torch.empty(1, p.q_len, p.Hq, p.D, dtype=dtype, device="meta"), torch.empty(1, p.page_size, p.Hkv, p.D, dtype=dtype, device="meta")
+        if p.D == p.Dv and hopper_decode.supports_decode(q, cache, cache, q, scale=1.0) is None:
+            return "\n".join([*lines, *hopper_decode.describe_decode(p, processors)])
     where = f"sm_{arch(device)}" if device.type == "cuda" else "Triton's interpreter, with a Hopper's tiles"
     lines.append(f"Kernel: dflash2_decode, portable Triton, on {where}"
                  + (", or Gluon's for sm_90 where that takes the tensors." if hopper_code(device) is not None else "."))  # fmt: skip
