@@ -195,7 +195,8 @@ class DecodeGraph:
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         DecodeGraph.pool = DecodeGraph.pool or torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=DecodeGraph.pool):
+        # NCCL's watchdog asks for events in a thread of its own, which another mode would not forgive.
+        with torch.cuda.graph(graph, pool=DecodeGraph.pool, capture_error_mode="thread_local"):
             logits, greedy = self.forward()
         return graph, logits, greedy
 
