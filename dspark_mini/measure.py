@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from . import baselines, simulator
 from .demo import prepare
-from .dispatch import Experts, _finish, _gather, exchange_rows, migrate, moe_forward
+from .dispatch import Experts, _all_to_all, _gather, migrate, moe_forward
 from .launch import connect
 from .load import balancedness
 from .placement import Placement, moves_between, place, rebalance
@@ -134,12 +134,17 @@ def _seconds(device, ranks, run):
     return float(_gather(np.array([round(mine * 1e9)]), None, ranks).max()) / 1e9, result
 
 
-def _link(device, dtype, ranks, sizes, repeats=5):
-    """An all-to-all of large, equal parts: bytes that a rank sends to others, a second."""
-    rows = max(ranks, min(16384, sizes["tokens"][0] * sizes["top_k"]) // ranks * ranks)
+def _link(device, dtype, ranks, sizes, repeats=8):
+    """An all-to-all of large, equal parts: bytes that a rank sends to others, a second. It also sets up the communicator."""
+    rows = 2 * sizes["tokens"][0] * sizes["top_k"] // ranks * ranks
     x = torch.randn(rows, sizes["dim"], device=device).to(dtype)
     part = [rows // ranks] * ranks
-    best = min(_seconds(device, ranks, lambda: exchange_rows(x, part, part))[0] for _ in range(repeats))
+
+    def run():
+        for _ in range(repeats):
+            _all_to_all(x, part, part, None)
+
+    best = min(_seconds(device, ranks, run)[0] for _ in range(3)) / repeats
     sent = (rows - part[0]) * sizes["dim"] * x.element_size()
     link = Topology().intra
     predicted = link.latency_s + sent / link.bytes_per_s
