@@ -220,6 +220,9 @@ def join(device=None, *, store=None, rank=None, size=None, timeout_s=60.0, **opt
         raise ValueError(f"engine: {here} ranks on a machine with {gpus} GPUs; want a GPU for each rank, or --device cpu")
     if here == size:  # gloo would ask the host's name for an address, which may lead nowhere
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Multicast in the switch, and buffers that a captured graph registers with its peers: a decode's sums are too small for either.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     if kind == "cuda":
         torch.cuda.set_device(index)
     meeting = {} if store is None else dict(store=store, rank=rank, world_size=size)
@@ -228,7 +231,11 @@ def join(device=None, *, store=None, rank=None, size=None, timeout_s=60.0, **opt
 
 
 def leave():
-    """Wait for the others' last collective, and leave the group."""
+    """Wait for the others' last collective; the process should end next.
+
+    NCCL's communicators are left to the end of the process: closing one waits for every captured graph that uses it.
+    """
     if dist.is_initialized():
         dist.all_reduce(torch.zeros(1))
-        dist.destroy_process_group()
+        if not torch.cuda.is_available():
+            dist.destroy_process_group()
