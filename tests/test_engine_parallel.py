@@ -125,7 +125,7 @@ def test_the_gpu_path_of_a_part_in_the_interpreter(tokens, monkeypatch):
 def nan_behind(product):
     """A grouped product that leaves rows behind the last group as the library's does: unwritten."""
 
-    def run(x, weight, ends):
+    def run(x, weight, ends, short=False):
         rows = product(x, weight, ends)
         return torch.cat([rows, rows.new_full((len(x) - len(rows), rows.shape[1]), float("nan"))])
 

@@ -172,7 +172,10 @@ def find_part(args):
     if args.placement:
         from dspark_mini import Placement
 
-        options["placement"] = Placement.from_json(json.loads(Path(args.placement).read_text()))
+        try:
+            options["placement"] = Placement.from_json(json.loads(Path(args.placement).read_text()))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"--placement {args.placement} is no placement of dspark_mini place --output: {error}") from None
     return dataclasses.replace(spec, parallel=parallel.join(args.device, **options))
 
 

@@ -106,13 +106,16 @@ class Collect(torch.autograd.Function):
         return grad.flatten(0, 1)[order], None, None
 
 
-def grouped_product(x, weight, ends):
+def grouped_product(x, weight, ends, short=False):
     """x[rows of expert e] @ weight[e].T for every expert: the library's grouped product, or a loop on the CPU.
 
     Args:
         x: (rows, K) in expert order. weight: (num_experts, N, K). ends: (num_experts,) int32.
+        short: there may be rows behind the last end, of other ranks' experts; nobody looks at theirs in the result.
     """
     if grouped_mm_works(x):
+        if short and not grouped_mm_works(x, short):
+            ends = torch.cat([ends[:-1], ends.new_full((1,), len(x))])  # the last expert computes them, for form's sake
         return GROUPED_MM(x, weight.to(x.dtype).transpose(-2, -1), offs=ends)
     bounds = [0, *ends.tolist()]
     return torch.cat([linear(x[a:b], w) for a, b, w in zip(bounds, bounds[1:], weight)])
@@ -121,20 +124,20 @@ def grouped_product(x, weight, ends):
 _checked = {}
 
 
-def grouped_mm_works(x):
+def grouped_mm_works(x, short=False):
     """Whether this torch's grouped product serves ``x``: bfloat16 on a GPU, tried once on ragged groups, with gradients
-    where they are wanted.
+    where they are wanted. ``short``: also with rows behind the last group.
     """
     if GROUPED_MM is None or not x.is_cuda or x.dtype != torch.bfloat16:
         return False
     gradients = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    key = (x.device, gradients)
+    key = (x.device, gradients, short)
     if key not in _checked:
         with torch.inference_mode(False), torch.set_grad_enabled(gradients):
             generator = torch.Generator(x.device).manual_seed(0)
             a = torch.randn(203, 64, generator=generator, device=x.device, dtype=x.dtype).requires_grad_(gradients)
             w = torch.randn(5, 96, 64, generator=generator, device=x.device, dtype=x.dtype).requires_grad_(gradients)
-            last = 203 if gradients else 190  # rows of other ranks' experts stand behind the last group
+            last = 190 if short else 203
             ends = torch.tensor([3, 3, 90, 131, last], dtype=torch.int32, device=x.device)
             bounds = [0, *ends.tolist()]
 
@@ -279,8 +282,9 @@ def fast_experts(x, ids, weights, gate_up, down, num_shared, product=None, table
     if streamed:
         rows = streamed_experts(x, source, offsets, gate_up, down)
     else:
-        rows = grouped_product(x.index_select(0, source), gate_up, offsets[1:])
-        rows = grouped_product(fast_swiglu(rows), down, offsets[1:])
+        short = table is not None
+        rows = grouped_product(x.index_select(0, source), gate_up, offsets[1:], short)
+        rows = grouped_product(fast_swiglu(rows), down, offsets[1:], short)
     out = torch.empty_like(x)
     tokens, width = x.shape
     block = min(1024, 1 << (width - 1).bit_length())
