@@ -105,7 +105,11 @@ def test_the_gpu_path_of_a_part_in_the_interpreter(tokens, monkeypatch):
     plan = place(torch.rand(1, 8, generator=g).numpy() ** 3, num_gpus=2, num_slots=10)
     moe = type("Layer", (), dict(layer=1, config=dataclasses.replace(c, num_shared=1)))
     empty = torch.Tensor.new_empty
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *a, **k: empty(self, *a, **k).fill_(float("nan") if self.is_floating_point() else 0))
+
+    def unwritten(self, *shape, **options):
+        return empty(self, *shape, **options).fill_(float("nan") if self.is_floating_point() else 0)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", unwritten)
     monkeypatch.setattr(layers, "grouped_product", nan_behind(layers.grouped_product))
     total = {}
     for rank in range(2):

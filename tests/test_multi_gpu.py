@@ -1,4 +1,4 @@
-"""``python -m ladder.bench_multi_gpu``: every part over gloo, small; partial results; predictions; the tables that chapters show."""
+"""``python -m ladder.bench_multi_gpu``: every part over gloo, small; partial results; predictions; the chapters' tables."""
 
 import json
 from pathlib import Path
@@ -134,6 +134,14 @@ def test_tables_without_a_record(monkeypatch, tmp_path):
         assert multi_gpu.COMMAND in getattr(multi_gpu, name)().data
     doc = {"rows": [], "failures": [{"part": "engine", "error": "RankLost: silent"}]}
     assert "RankLost: silent" in multi_gpu.engine_table(doc).data
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_compute_what_one_does(tmp_path):
+    path = tmp_path / "multi_gpu.json"
+    assert bench.main(["--json", str(path), "--only", "survive", "parity"]) == 0
+    assert all(r["ok"] for r in results.load(path)["rows"])
 
 
 def test_the_record_in_the_repository_is_whole():

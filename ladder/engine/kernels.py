@@ -9,7 +9,9 @@ import triton.language as tl
 
 
 @triton.jit
-def _expert_of(ids, table, assignment, total, num_experts, everyone, TURNS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr):
+def _expert_of(
+    ids, table, assignment, total, num_experts, everyone, TURNS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr
+):  # fmt: skip
     """The expert of an assignment, numbered token by token: the router's choices, then the shared ones; big behind the end.
 
     table: (TURNS, everyone) int32, a router's expert as a number here, big where another rank has it; None: numbers are the same.

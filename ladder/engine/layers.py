@@ -290,8 +290,9 @@ def fast_experts(x, ids, weights, gate_up, down, num_shared, product=None, table
     block = min(1024, 1 << (width - 1).bit_length())
     if tokens:
         engine_combine[(tokens, -(-width // block))](
-            rows, places, weights.contiguous(), base, None if table is None else offsets, out, width, len(offsets) - 1, TOP_K=ids.shape[1], SHARED=rows_of_shared, BLOCK=block
-        )
+            rows, places, weights.contiguous(), base, None if table is None else offsets, out, width, len(offsets) - 1,
+            TOP_K=ids.shape[1], SHARED=rows_of_shared, BLOCK=block,
+        )  # fmt: skip
     return out
 
 

@@ -61,7 +61,8 @@ class Parallel:
         for name in names:
             if getattr(config, name, 0) % self.size:
                 hint = "; with experts 'width' they are cut" if name == "num_shared" else ""
-                raise ValueError(f"engine: {name} is {getattr(config, name)}; want a multiple of {self.size}, the number of ranks{hint}")
+                value = getattr(config, name)
+                raise ValueError(f"engine: {name} is {value}; want a multiple of {self.size}, the number of ranks{hint}")
         if whole and config.num_experts < self.size:
             raise ValueError(f"engine: {config.num_experts} experts; want at least one for each of {self.size} ranks")
         moe_layers = config.num_layers - getattr(config, "num_dense", 0)
@@ -190,7 +191,8 @@ class Parallel:
             call(x, *args)
         except RuntimeError as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
-            raise RankLost(f"engine: rank {self.rank} of {self.size} lost another rank ({reason}); start all ranks again") from error
+            who = f"rank {self.rank} of {self.size}"
+            raise RankLost(f"engine: {who} lost another rank ({reason}); start all ranks again") from error
         return x
 
 
