@@ -8,7 +8,7 @@ Four decisions, each usable alone, each with its bound beside its result:
     KVPool             which page of KV memory belongs to whom
 
 `dispatch` moves tokens over torch.distributed, `runtime` keeps serving while ranks come and go, `simulator`
-runs the same decisions on clusters we do not own, `trace` reads real routing. Importing this package does not
+runs the same decisions on clusters we do not own, `measure` puts them to several GPUs, `trace` reads real routing. Importing this package does not
 import torch; `python -m dspark_mini` is the command line.
 """
 

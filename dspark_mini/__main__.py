@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -114,7 +115,11 @@ def main(arguments=None):
         sub.add_argument("--plot", type=_new_file, help="write a PNG here")
     args = parser.parse_args(arguments)
     try:
-        return COMMANDS[args.command](args)
+        done = COMMANDS[args.command](args)
+        if "RANK" in os.environ:  # started by torchrun: destructors of a group can wait for ranks that have gone
+            sys.stdout.flush()
+            os._exit(0)
+        return done
     except (ValueError, OSError) as error:
         parser.exit(2, f"{parser.prog} {args.command}: {error}\n")
 

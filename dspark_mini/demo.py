@@ -28,6 +28,7 @@ def layer_demo(settings):
     """One rank's part of `run`, in the process group that torchrun announced (or alone); report on rank 0,
     else None."""
     if "RANK" in os.environ and not dist.is_initialized():
+        prepare()
         cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(
             os.environ.get("LOCAL_WORLD_SIZE", "1")
         )
@@ -46,6 +47,13 @@ def layer_demo(settings):
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def prepare():
+    """Settings of this process that ranks of one machine want before they meet."""
+    if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may lead nowhere
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast in the switch: nothing that is sent here needs it
 
 
 def layer_rank(rank, num_ranks, port, settings):
@@ -144,13 +152,15 @@ def _inputs(trace, layer, start, step, rank, ranks, tokens, dim, dtype, device):
     return x, ids, weights
 
 
-def survive_demo(*, ranks=4, lose=2, how="kill", step=3, jobs=24, timeout_s=3.0):
+def survive_demo(
+    *, ranks=4, lose=2, how="kill", step=3, jobs=24, timeout_s=3.0, device="cpu", limit_s=120, **widths
+):
     """Serve requests on `ranks` ranks, lose one in the middle of a step, and compare with an undisturbed
-    process."""
-    config = ModelConfig(dim=64, hidden=32, num_experts=64, top_k=6, num_layers=2)
+    process. `widths` replace those of a small `ModelConfig`; `device` "cuda" gives each rank a GPU."""
+    config = ModelConfig(**{"dim": 64, "hidden": 32, "num_experts": 64, "top_k": 6, "num_layers": 2, **widths})
     work = [Job(tuple((7 * j + i) % config.vocab for i in range(1 + j % 5)), 4 + j % 6) for j in range(jobs)]
-    options = Options(timeout_s=timeout_s, faults=((lose, step, 1, how),))
-    reports = run_ranks(serve, ranks, config, work, options, timeout_s=120, may_die=[lose])
+    options = Options(timeout_s=timeout_s, faults=((lose, step, 1, how),), device=device)
+    reports = run_ranks(serve, ranks, config, work, options, timeout_s=limit_s, may_die=[lose])
     main = next(r for r in reports if r and "outputs" in r)
     died = main["faults"][lose]
     noticed = {
@@ -173,7 +183,7 @@ def survive_demo(*, ranks=4, lose=2, how="kill", step=3, jobs=24, timeout_s=3.0)
         "copies_fetched": moved["copies"],
         "from_storage": moved["reloaded"],
         "finished": len(main["outputs"]),
-        "identical": main["outputs"] == reference_outputs(config, work),
+        "identical": main["outputs"] == reference_outputs(config, work, device),
         "history": main["history"],
         "events": [{k: v for k, v in e.items() if k != "time"} for e in main["events"]],
     }

@@ -39,7 +39,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .dispatch import ExchangeError, Experts, _gather, migrate, moe_forward, moe_reference, row_matmul
+from .dispatch import (
+    ExchangeError,
+    Experts,
+    _gather,
+    by_rows,
+    migrate,
+    moe_forward,
+    moe_reference,
+    row_matmul,
+)
 from .launch import connect
 from .load import LoadTracker
 from .placement import Placement, moves_between, place, rebalance, rebuild
@@ -127,7 +136,9 @@ class Model:
 
 
 def _norm(x):
-    return x * torch.rsqrt((x * x).mean(dim=-1, keepdim=True) + 1e-6)
+    """x (rows, dim) over its root mean square. A GPU's sum over a row depends on how many rows there are."""
+    norm = lambda block: block * torch.rsqrt((block * block).mean(dim=-1, keepdim=True) + 1e-6)
+    return by_rows(norm, x) if x.is_cuda else norm(x)
 
 
 class _Progress:
@@ -152,16 +163,16 @@ class _Progress:
             self.output.append(int(token))
 
 
-def reference_outputs(config, jobs):
-    """The outputs of `jobs` in one process with all experts: a list of token lists."""
-    model = Model(config)
-    progress = [_Progress(job, config.dim) for job in jobs]
+def reference_outputs(config, jobs, device="cpu"):
+    """The outputs of `jobs` in one process with all experts, on a device of the ranks' kind: a list of token lists."""
+    model = Model(config, device)
+    progress = [_Progress(job, config.dim, device) for job in jobs]
     while True:
         batch = [p for p in progress if p.left]
         if not batch:
             return [p.output for p in progress]
         state = model.enter(
-            torch.stack([p.state for p in batch]), torch.tensor([p.next_token for p in batch])
+            torch.stack([p.state for p in batch]), torch.tensor([p.next_token for p in batch], device=device)
         )
         for layer in range(config.num_layers):
             ids, weights = model.route(state, layer)
@@ -177,6 +188,17 @@ def reference_outputs(config, jobs):
             state = _norm(state + moe)
         for p, s, t in zip(batch, state, model.leave(state)):
             p.commit(s, t)
+
+
+def abandon_group(cuda):
+    """Close a group whose other ranks may be gone. NCCL would wait for the dead; aborting also frees its kernels."""
+    try:
+        if cuda:
+            dist.distributed_c10d._abort_process_group()
+    except (RuntimeError, AttributeError):  # a private function of torch: where it is another, the ordinary way is left
+        pass
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class _Evicted(Exception):
@@ -232,6 +254,7 @@ class Runtime:
     def _join(self):
         if self.device != "cpu":
             torch.cuda.set_device(self.device)
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # whom to blame is decided here, not by a watchdog
         dist.init_process_group(
             "gloo" if self.device == "cpu" else "cpu:gloo,cuda:nccl",
             store=dist.PrefixStore(f"group/{self.epoch}", self.store),
@@ -342,10 +365,7 @@ class Runtime:
             traceback.clear_frames(error.__traceback__)
             error.__traceback__ = None
             if dist.is_initialized():
-                if self.device != "cpu":  # NCCL would wait for the dead; aborting also frees its kernels
-                    torch.distributed.distributed_c10d._abort_process_group()
-                else:
-                    dist.destroy_process_group()
+                abandon_group(self.device != "cpu")
             gc.collect()
             try:
                 self._meet()

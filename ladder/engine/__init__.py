@@ -5,4 +5,5 @@ greedy and temperature sampling, streaming and cancellation; about the size of n
 
     python -m ladder.engine generate --model tiny-moe --backend step08 --prompt "import "
     python -m ladder.engine bench --model deepseek-v2-lite --backend step08 --input-len 4096 --output-len 512
+    torchrun --nproc-per-node 2 -m ladder.engine bench --model deepseek-v2-lite    # tensor parallel, see ``parallel``
 """

@@ -2,7 +2,10 @@
 
 import argparse
 import codecs
+import dataclasses
 import importlib.util
+import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -11,7 +14,7 @@ import torch
 
 from ladder.lab import results
 
-from . import backends, bench
+from . import backends, bench, parallel
 from .engine import Engine
 from .models import NAMES, Bytes, find
 from .sampling import SamplingParams
@@ -34,6 +37,8 @@ def parse_args(argv=None):
         sub.add_argument("--mem-fraction", type=float, default=0.9, help="share of the device's memory for weights, activations and KV pool (default 0.9)")
         sub.add_argument("--chunk-tokens", type=int, default=8192, help="most prompt tokens of a step")
         sub.add_argument("--page-size", type=int, default=64, help="tokens of a page")
+        sub.add_argument("--experts", choices=parallel.SPLITS, default="whole", help="on several ranks: whole experts on each, or a slice of each (default whole)")
+        sub.add_argument("--placement", metavar="FILE", help="on several ranks: where whole experts live, as python -m dspark_mini place --output wrote it")
         sub.add_argument("--no-cuda-graphs", action="store_true", help="launch every kernel of a decode step by itself")
         return sub
 
@@ -86,7 +91,16 @@ def parse_args(argv=None):
             value = getattr(args, option)
             if value is not None and value < least:
                 parser.error(f"argument --{option}: {value}; want at least {least}")
+    if args.command == "quality" and parallel.ranks() > 1:
+        parser.error("quality runs on one rank; start it without torchrun")
+    if getattr(args, "placement", None):
+        if parallel.ranks() == 1:
+            parser.error("argument --placement: one rank holds every expert; start several with torchrun --nproc-per-node")
+        if not Path(args.placement).is_file():
+            parser.error(f"argument --placement: there is no {args.placement}")
     if args.command == "bench":
+        if args.with_transformers and parallel.ranks() > 1:
+            parser.error("argument --with-transformers: measures one rank; start it without torchrun")
         for option in ("input_len", "output_len", "concurrency", "repeats"):
             if getattr(args, option) < 1:
                 parser.error(f"argument --{option.replace('_', '-')}: {getattr(args, option)}; want at least 1")
@@ -100,7 +114,7 @@ def parse_args(argv=None):
 
 
 class Progress:
-    """A progress bar on standard error while something long runs; silent where that is no terminal."""
+    """A progress bar on standard error while something long runs; silent where that is no terminal, and on ranks but the first."""
 
     def __init__(self, text):
         from rich.console import Console
@@ -108,7 +122,7 @@ class Progress:
         from rich.progress import Progress as Bar
 
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-        self.bar = Bar(*columns, console=Console(stderr=True), transient=True)
+        self.bar = Bar(*columns, console=Console(stderr=True), transient=True, disable=not first_rank())
         self.task = self.bar.add_task(text, total=1.0)
         self.done = 0.0
 
@@ -132,8 +146,14 @@ class Progress:
         self.bar.stop()
 
 
+def first_rank():
+    """Whether this process speaks for all ranks."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 def log(line):
-    print(f"[engine] {line}", file=sys.stderr, flush=True)
+    if first_rank():
+        print(f"[engine] {line}", file=sys.stderr, flush=True)
 
 
 def engine_options(args):
@@ -143,8 +163,24 @@ def engine_options(args):
     )  # fmt: skip
 
 
-def run_generate(args):
+def find_part(args):
+    """The model that was asked for; among several ranks this rank's part, after joining them."""
     spec = find(args.model, args.checkpoint)
+    if parallel.ranks() == 1:
+        return spec
+    options = {"experts": args.experts}
+    if args.placement:
+        from dspark_mini import Placement
+
+        try:
+            options["placement"] = Placement.from_json(json.loads(Path(args.placement).read_text()))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"--placement {args.placement} is no placement of dspark_mini place --output: {error}") from None
+    return dataclasses.replace(spec, parallel=parallel.join(args.device, **options))
+
+
+def run_generate(args):
+    spec = find_part(args)
     tokenizer = spec.tokenizer() if args.prompt else Bytes() if not spec.latent else None
     if args.prompt:
         prompts = [tokenizer.encode(text) for text in args.prompt]
@@ -186,7 +222,8 @@ class Streams:
 
     def __init__(self, prompts, tokenizer):
         self.prompts, self.tokenizer = prompts, tokenizer
-        self.live = len(prompts) == 1
+        self.silent = not first_rank()
+        self.live = len(prompts) == 1 and not self.silent
         self.answers, self.order = {}, []
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.shown = ""
@@ -211,6 +248,8 @@ class Streams:
                 self.shown = text
 
     def close(self):
+        if self.silent:
+            return
         if self.live:
             print()
             return
@@ -233,7 +272,7 @@ def show(row):
 
 
 def run_bench(args):
-    spec = find(args.model, args.checkpoint)
+    spec = find_part(args)
     options = engine_options(args)
     shape = dict(input_len=args.input_len, output_len=args.output_len)
     rows, interrupted = [], False
@@ -276,7 +315,9 @@ def run_quality(args):
 
 
 def finish(rows, args, interrupted):
-    """Print rows, write them where asked, and say so when Ctrl-C cut them short."""
+    """Print rows, write them where asked, and say so when Ctrl-C cut them short; the first rank does."""
+    if not first_rank():
+        return 130 if interrupted else 0
     for row in rows:
         print(show(row), file=sys.stderr if args.json == "-" else sys.stdout)
     if args.json:
@@ -291,10 +332,20 @@ def finish(rows, args, interrupted):
 def main(argv=None):
     args = parse_args(argv)
     try:
-        return {"generate": run_generate, "bench": run_bench, "quality": run_quality}[args.command](args)
+        code = {"generate": run_generate, "bench": run_bench, "quality": run_quality}[args.command](args)
     except (ValueError, FileNotFoundError, NotImplementedError) as error:
         print(f"python -m ladder.engine {args.command}: {error}", file=sys.stderr)
-        return 2
+        code = 2
+    except parallel.RankLost as error:
+        print(f"python -m ladder.engine {args.command}: {error}", file=sys.stderr)
+        code = 1
+    if parallel.ranks() > 1:  # destructors of groups can wait for ranks that are gone: no rank leaves through them
+        if code == 0:
+            parallel.leave()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":

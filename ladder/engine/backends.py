@@ -242,10 +242,10 @@ class Fused:
     def add_norm(self, x, residual, weight, eps):
         return self.fused_add_norm(x, residual, weight, eps=eps)
 
-    def norm_route(self, x, residual, norm_weight, router, config):
+    def norm_route(self, x, residual, norm_weight, router, config, bias=None):
         normed, residual, weights, ids, _ = self.step08.fused_norm_router(
             x, residual, norm_weight, router, top_k=config.top_k, eps=config.eps, renormalize=config.renormalize,
-            routed_scaling_factor=config.routed_scale, workspace=self.workspace,
+            routed_scaling_factor=config.routed_scale, correction_bias=bias, workspace=self.workspace,
         )  # fmt: skip
         return normed, residual, weights, ids
 

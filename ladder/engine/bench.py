@@ -24,8 +24,18 @@ class Interrupted(Exception):
 
 
 def case(spec, **fields):
-    """The ``case`` of an engine row."""
-    return {"mode": "engine", "model": spec.name, **fields}
+    """The ``case`` of an engine row; of several ranks it says how many, and how the experts are split."""
+    part = spec.parallel
+    several = {"tensor_parallel": part.size, "experts": part.experts if part.placement is None else "placed"} if part else {}
+    return {"mode": "engine", "model": spec.name, **fields, **several}
+
+
+def peak_bytes(engine):
+    """The most that PyTorch held at once on the device, of ranks the largest; None on a CPU."""
+    if engine.device.type != "cuda":
+        return None
+    peak = torch.cuda.max_memory_allocated()
+    return engine.parallel.most(peak) if engine.parallel else peak
 
 
 def random_prompts(count, length, vocab, seed=0):
@@ -99,7 +109,7 @@ def throughput(spec, backend, *, input_len, output_len, concurrency, fit=False, 
         case(spec, input_len=input_len, output_len=output_len, concurrency=concurrency, dtype=str(engine.dtype).removeprefix("torch."),
              weights="checkpoint" if spec.source else "random"),
         engine.backend.name,
-        peak_bytes=torch.cuda.max_memory_allocated() if cuda else None,
+        peak_bytes=peak_bytes(engine),
         mem_fraction=engine.mem_fraction, kv_pool_tokens=engine.pool.tokens, kv_pool_bytes=engine.runner.cache.nbytes,
         kv_used_tokens=engine.pool.most_used * engine.pool.page_size, preemptions=engine.scheduler.preemptions,
         cuda_graphs=engine.runner.captures, chunk_tokens=engine.scheduler.chunk_tokens, **(best or {}),
@@ -133,7 +143,7 @@ def memory_table(spec, backend, *, input_len, output_len, fractions=FRACTIONS, r
             rows.append(results.row(
                 case(spec, input_len=input_len, output_len=output_len, mem_fraction=fraction, dtype=str(engine.dtype).removeprefix("torch."),
                      weights="checkpoint" if spec.source else "random"),
-                engine.backend.name, peak_bytes=torch.cuda.max_memory_allocated() if engine.device.type == "cuda" else None,
+                engine.backend.name, peak_bytes=peak_bytes(engine),
                 concurrency=held, limited_by="memory" if engine.pool.num_pages == engine.plan.pages else "max_seqs",
                 kv_pool_tokens=engine.pool.tokens, kv_pool_bytes=engine.runner.cache.nbytes, **extra,
             ))  # fmt: skip

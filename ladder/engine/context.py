@@ -20,7 +20,7 @@ class Context:
         """Add, norm and route: normed (T, width), the sum (T, width), weights (T, top_k) float32, ids (T, top_k)."""
         c = moe.config
         x, residual = self.add_norm(x, residual, norm_weight, c.eps)
-        weights, ids, probs = choose_experts(F.linear(x.float(), moe.router.float()), c.top_k, c.renormalize, c.routed_scale)
+        weights, ids, probs = choose_experts(F.linear(x.float(), moe.router.float()), c.top_k, c.renormalize, c.routed_scale, moe.bias)
         self.routed(moe.layer, ids, probs)
         return x, residual, weights, ids
 
@@ -99,7 +99,7 @@ class ServingContext(Context):
 
     def norm_route(self, moe, x, residual, norm_weight):
         if self.backend.fused:
-            return self.backend.fused.norm_route(x, residual, norm_weight, moe.router, moe.config)
+            return self.backend.fused.norm_route(x, residual, norm_weight, moe.router, moe.config, moe.bias)
         return super().norm_route(moe, x, residual, norm_weight)
 
     def attend(self, attention, x):

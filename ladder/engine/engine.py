@@ -52,6 +52,10 @@ class Engine:
         log=None, progress=None,
     ):  # fmt: skip
         self.log = log or (lambda line: None)
+        self.parallel = spec.parallel
+        if self.parallel:
+            self.parallel.check(spec.config)
+            device = self.parallel.device
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -79,7 +83,7 @@ class Engine:
         total, others = device_memory(device)
         chunk_keys = max(chunk_keys, chunk_tokens)
         transient = max(chunk_keys, longest) * spec.key_bytes(dtype, attention.gathers)
-        scratch = [attention.scratch_bytes(chunk_tokens, n, spec.config.num_heads, dtype.itemsize) for n in (longest, min(longest, chunk_tokens))]
+        scratch = [attention.scratch_bytes(chunk_tokens, n, spec.local.num_heads, dtype.itemsize) for n in (longest, min(longest, chunk_tokens))]
         transient += scratch[0]
         weights = spec.parameters * dtype.itemsize
         reserve = GRAPH_RESERVE if device.type == "cuda" else 0
@@ -106,10 +110,11 @@ class Engine:
         self.plan = MemoryPlan(total, mem_fraction, others, weights, activations, reserve, page_bytes)
         most = max_seqs * -(-longest // page_size) + 1
         pages = wanted if kv_tokens is not None else most
-        if pages > self.plan.pages:
+        room = self.parallel.least(self.plan.pages) if self.parallel else self.plan.pages  # all ranks' books are the same
+        if pages > room:
             if kv_tokens is not None:
-                raise ValueError(f"engine: kv_tokens is {kv_tokens}; want at most {(self.plan.pages - 1) * page_size}, what memory leaves")
-            pages = self.plan.pages
+                raise ValueError(f"engine: kv_tokens is {kv_tokens}; want at most {(room - 1) * page_size}, what memory leaves")
+            pages = room
         if pages < 2:
             raise ValueError(f"engine: {_gib(activations)} of activations leave no memory for the KV pool; want a smaller --chunk-tokens")
         self.pool = PagePool(pages, page_size)
@@ -120,6 +125,9 @@ class Engine:
         )
         self.requests, self._ids, self._cancelled = {}, count(), []
         self.steps = {"prefill": 0, "decode": 0}
+        if self.parallel:
+            held = self.parallel.experts if self.parallel.placement is None else "placed"
+            self.log(f"{self.parallel.size} ranks, tensor parallel, experts {held}; what follows is one rank's")
         self.log(f"attention backend {attention.name}" + (f", {windows}" if windows is not None else "")
                  + (", decode as CUDA graphs" if self.runner.captures else ""))  # fmt: skip
         self.log(
@@ -190,6 +198,8 @@ class Engine:
             return events
         if any(r.params.temperature > 0 for r in requests):
             greedy = sample(logits, [r.params for r in requests], [r.length for r in requests])
+        if self.parallel:
+            self.parallel.agree(greedy)
         tokens = greedy.tolist()  # the one wait for the device
         now = time.perf_counter()
         for request, token in zip(requests, tokens):

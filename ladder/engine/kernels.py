@@ -9,28 +9,35 @@ import triton.language as tl
 
 
 @triton.jit
-def _expert_of(ids, assignment, total, num_experts, TOP_K: tl.constexpr, SHARED: tl.constexpr):
-    """The expert of an assignment, numbered token by token: the router's choices, then the shared ones; big behind the end."""
+def _expert_of(
+    ids, table, assignment, total, num_experts, everyone, TURNS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr
+):  # fmt: skip
+    """The expert of an assignment, numbered token by token: the router's choices, then the shared ones; big behind the end.
+
+    table: (TURNS, everyone) int32, a router's expert as a number here, big where another rank has it; None: numbers are the same.
+    """
     token, choice = assignment // (TOP_K + SHARED), assignment % (TOP_K + SHARED)
     routed = (assignment < total) & (choice < TOP_K)
     expert = tl.load(ids + token * TOP_K + choice, mask=routed, other=0).to(tl.int32)
+    if table is not None:
+        expert = tl.load(table + token % TURNS * everyone + expert, mask=routed, other=0)
     expert = tl.where(choice < TOP_K, expert, num_experts + choice - TOP_K)
     return tl.where(assignment < total, expert, 1 << 30)
 
 
 @triton.jit
 def engine_place(
-    ids, order, source, places, offsets, total, num_experts,
-    TOP_K: tl.constexpr, SHARED: tl.constexpr, ALL: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
+    ids, table, order, source, places, offsets, total, num_experts, all_experts,
+    TURNS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, ALL: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """A stable counting sort of up to ALL assignments without a second launch: each program ranks BLOCK of them among all.
 
     Quadratic in the assignments, and for a decode batch still less than a launch.
     """
     everyone = tl.arange(0, ALL)
-    experts = _expert_of(ids, everyone, total, num_experts, TOP_K, SHARED)
+    experts = _expert_of(ids, table, everyone, total, num_experts, all_experts, TURNS, TOP_K, SHARED)
     mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    own = _expert_of(ids, mine, total, num_experts, TOP_K, SHARED)
+    own = _expert_of(ids, table, mine, total, num_experts, all_experts, TURNS, TOP_K, SHARED)
     before = (experts[None, :] < own[:, None]) | ((experts[None, :] == own[:, None]) & (everyone[None, :] < mine[:, None]))
     row = tl.sum(before.to(tl.int32), axis=1)
     live = mine < total
@@ -56,11 +63,12 @@ def engine_swiglu(gate_up, out, hidden, stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def engine_combine(
-    rows, places, weights, base, out, width, TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr
+    rows, places, weights, base, offsets, out, width, last, TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """out[t] = base[t] + sum of weights[t, k] * rows[places[t, k]], shared experts with weight 1; in float32, in order.
 
-    base: what was computed without rows, or None for 0.
+    base: what was computed without rows, or None for 0. offsets: where other ranks compute some experts, rows from
+    offsets[last] on are theirs and count as 0; else None.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -70,7 +78,10 @@ def engine_combine(
         total += tl.load(base + token * width + column, mask=live, other=0.0).to(tl.float32)
     for k in tl.static_range(TOP_K + SHARED):
         row = tl.load(places + token * (TOP_K + SHARED) + k).to(tl.int64)
-        value = tl.load(rows + row * width + column, mask=live, other=0.0).to(tl.float32)
+        here = live
+        if offsets is not None:
+            here = live & (row < tl.load(offsets + last))
+        value = tl.load(rows + row * width + column, mask=here, other=0.0).to(tl.float32)
         if k < TOP_K:
             value *= tl.load(weights + token * TOP_K + k)
         total += value

@@ -6,6 +6,7 @@ Everything here works on packed tokens (T, width), with and without gradients: t
 import torch
 import torch.nn.functional as F
 
+AWAY = 1 << 20  # the number of an expert that another rank computes
 GROUPED_MM = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)  # public since torch 2.10
 
 
@@ -42,17 +43,22 @@ def add_norm(x, residual, weight, eps):
     return rms_norm(total, weight, eps), total
 
 
-def choose_experts(logits, top_k, renormalize, scale=1.0):
+def choose_experts(logits, top_k, renormalize, scale=1.0, bias=None):
     """Softmax over all experts, then the ``top_k`` largest.
 
     Args:
         logits: (T, num_experts) float32. renormalize: make the chosen weights of a token sum to 1. scale: on the weights.
+        bias: (num_experts,), added to the probabilities for the choice but not to the weights, or None.
 
     Returns:
         weights (T, top_k) float32, ids (T, top_k) int64, probs (T, num_experts).
     """
     probs = logits.softmax(dim=-1)
-    weights, ids = probs.topk(top_k, dim=-1)
+    if bias is None:
+        weights, ids = probs.topk(top_k, dim=-1)
+    else:
+        ids = (probs + bias).topk(top_k, dim=-1).indices
+        weights = probs.gather(-1, ids)
     weights = weights / weights.sum(dim=-1, keepdim=True) if renormalize else weights
     return weights * scale if scale != 1.0 else weights, ids, probs
 
@@ -100,13 +106,16 @@ class Collect(torch.autograd.Function):
         return grad.flatten(0, 1)[order], None, None
 
 
-def grouped_product(x, weight, ends):
+def grouped_product(x, weight, ends, short=False):
     """x[rows of expert e] @ weight[e].T for every expert: the library's grouped product, or a loop on the CPU.
 
     Args:
         x: (rows, K) in expert order. weight: (num_experts, N, K). ends: (num_experts,) int32.
+        short: there may be rows behind the last end, of other ranks' experts; nobody looks at theirs in the result.
     """
     if grouped_mm_works(x):
+        if short and not grouped_mm_works(x, short):
+            ends = torch.cat([ends[:-1], ends.new_full((1,), len(x))])  # the last expert computes them, for form's sake
         return GROUPED_MM(x, weight.to(x.dtype).transpose(-2, -1), offs=ends)
     bounds = [0, *ends.tolist()]
     return torch.cat([linear(x[a:b], w) for a, b, w in zip(bounds, bounds[1:], weight)])
@@ -115,27 +124,28 @@ def grouped_product(x, weight, ends):
 _checked = {}
 
 
-def grouped_mm_works(x):
+def grouped_mm_works(x, short=False):
     """Whether this torch's grouped product serves ``x``: bfloat16 on a GPU, tried once on ragged groups, with gradients
-    where they are wanted.
+    where they are wanted. ``short``: also with rows behind the last group.
     """
     if GROUPED_MM is None or not x.is_cuda or x.dtype != torch.bfloat16:
         return False
     gradients = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    key = (x.device, gradients)
+    key = (x.device, gradients, short)
     if key not in _checked:
         with torch.inference_mode(False), torch.set_grad_enabled(gradients):
             generator = torch.Generator(x.device).manual_seed(0)
             a = torch.randn(203, 64, generator=generator, device=x.device, dtype=x.dtype).requires_grad_(gradients)
             w = torch.randn(5, 96, 64, generator=generator, device=x.device, dtype=x.dtype).requires_grad_(gradients)
-            ends = torch.tensor([3, 3, 90, 131, 203], dtype=torch.int32, device=x.device)
+            last = 190 if short else 203
+            ends = torch.tensor([3, 3, 90, 131, last], dtype=torch.int32, device=x.device)
             bounds = [0, *ends.tolist()]
 
             def outcome(product):
                 return torch.autograd.grad(product.square().sum(), (a, w)) if gradients else (product,)
 
             try:
-                got = outcome(GROUPED_MM(a, w.transpose(-2, -1), offs=ends))
+                got = outcome(GROUPED_MM(a, w.transpose(-2, -1), offs=ends)[:last])
                 want = outcome(torch.cat([F.linear(a[i:j], w[e]) for e, (i, j) in enumerate(zip(bounds, bounds[1:]))]))
                 _checked[key] = all(bool((g - t).norm() < 0.02 * t.norm()) for g, t in zip(got, want))
             except RuntimeError as error:
@@ -152,27 +162,41 @@ def swiglu(gate_up):
     return F.silu(gate) * up
 
 
-def run_experts(x, ids, weights, gate_up, down, num_shared=0):
+def run_experts(x, ids, weights, gate_up, down, num_shared=0, table=None):
     """sum_k weights[:, k] * expert[ids[:, k]](x), tokens sorted by expert so that each weight is read once.
 
     Args:
         x: (T, width). ids, weights: (T, top_k), the router's choice. gate_up: (experts, 2 * hidden, width).
         down: (experts, width, hidden). num_shared: how many experts at the end of the stack every token uses, with weight 1.
+        table: (turns, experts of the router) int32: token t finds its expert e in the stack at table[t % turns, e], or ``AWAY``
+            where another rank adds that part. None: the stack holds all of them.
 
     Returns:
         (T, width) in the dtype of x.
     """
     if serving_on_gpu(x):
-        return fast_experts(x, ids, weights, gate_up, down, num_shared)
+        return fast_experts(x, ids, weights, gate_up, down, num_shared, table=table)
     total = gate_up.shape[0]
+    if table is not None:
+        ids = here(ids, table)
     if num_shared:
         shared = torch.arange(total - num_shared, total, device=ids.device, dtype=ids.dtype)
         ids = torch.cat([ids, shared.expand(len(ids), -1)], dim=1)
         weights = torch.cat([weights, weights.new_ones(len(ids), num_shared)], dim=1)
     order, places, ends = sort_by_expert(ids, total)
     rows = Dispatch.apply(x, order, places)
+    if table is not None:
+        rows = rows[: ends[-1]]
     rows = grouped_product(swiglu(grouped_product(rows, gate_up, ends)), down, ends)
+    if table is not None:  # what other ranks add is 0 here
+        rows = torch.cat([rows, rows.new_zeros(len(order) - len(rows), rows.shape[1])])
     return (Collect.apply(rows, order, places) * weights[..., None].to(x.dtype)).sum(dim=1)
+
+
+def here(ids, table):
+    """The router's choices (T, top_k) as numbers in this rank's stack, ``AWAY`` for those of other ranks; see ``run_experts``."""
+    turn = torch.arange(len(ids), device=ids.device) % len(table)
+    return table[turn[:, None], ids.long()]
 
 
 # Serving on a GPU: the same, a launch for each pass.
@@ -199,11 +223,12 @@ def fast_swiglu(gate_up):
     return out
 
 
-def place_rows(ids, num_experts, num_shared):
+def place_rows(ids, num_experts, num_shared, table=None):
     """The stable sort of ``sort_by_expert`` with the shared experts' assignments behind each token's own.
 
     Args:
-        ids: (T, top_k) int32 or int64, the router's choice among num_experts.
+        ids: (T, top_k) int32 or int64, the router's choice among num_experts; with a ``table``, see ``run_experts``, among its
+            columns. Those that are not here come last.
 
     Returns:
         order (rows,), source (rows,), the assignment and the token at each row; places (T, top_k + num_shared);
@@ -217,24 +242,28 @@ def place_rows(ids, num_experts, num_shared):
     if total > FEW_ASSIGNMENTS:
         from ladder.step07_dflash1 import group_tokens
 
+        stack = num_experts + num_shared
+        if table is not None:
+            ids = here(ids, table).clamp_max(stack)  # one more group: the rest
         if num_shared:
-            shared = torch.arange(num_experts, num_experts + num_shared, device=ids.device, dtype=ids.dtype)
+            shared = torch.arange(num_experts, stack, device=ids.device, dtype=ids.dtype)
             ids = torch.cat([ids, shared.expand(tokens, -1)], dim=1)
-        groups = group_tokens(ids, num_experts + num_shared)
-        return groups.order, groups.order // each, groups.places, groups.offsets
+        groups = group_tokens(ids, stack + (table is not None))
+        return groups.order, groups.order // each, groups.places, groups.offsets[: stack + 1]
     numbers = torch.empty(3, total, dtype=torch.int32, device=ids.device)
     offsets = torch.empty(num_experts + num_shared + 1, dtype=torch.int32, device=ids.device)
     order, source, places = numbers
     everyone = max(16, 1 << (total - 1).bit_length())
     block = min(16, everyone)
     engine_place[(-(-total // block),)](
-        ids, order, source, places, offsets, total, num_experts, TOP_K=top_k, SHARED=num_shared, ALL=everyone, BLOCK=block,
+        ids, table, order, source, places, offsets, total, num_experts, 0 if table is None else table.shape[1],
+        TURNS=1 if table is None else len(table), TOP_K=top_k, SHARED=num_shared, ALL=everyone, BLOCK=block,
         EXPERTS=1 << (num_experts + num_shared).bit_length(),
     )  # fmt: skip
     return order, source, places.view(tokens, each), offsets
 
 
-def fast_experts(x, ids, weights, gate_up, down, num_shared, product=None):
+def fast_experts(x, ids, weights, gate_up, down, num_shared, product=None, table=None):
     """``run_experts`` on a GPU.
 
     product: "library", the grouped product of torch; "streamed", two launches that read each chosen expert once, for few
@@ -249,19 +278,21 @@ def fast_experts(x, ids, weights, gate_up, down, num_shared, product=None):
         # Everyone's experts need no gathering: two plain products, at a plain product's speed.
         base, rows_of_shared = shared_experts(x, gate_up[experts:], down[experts:]), 0
         gate_up, down = gate_up[:experts], down[:experts]
-    order, source, places, offsets = place_rows(ids, experts, rows_of_shared)
+    order, source, places, offsets = place_rows(ids, experts, rows_of_shared, table)
     if streamed:
         rows = streamed_experts(x, source, offsets, gate_up, down)
     else:
-        rows = grouped_product(x.index_select(0, source), gate_up, offsets[1:])
-        rows = grouped_product(fast_swiglu(rows), down, offsets[1:])
+        short = table is not None
+        rows = grouped_product(x.index_select(0, source), gate_up, offsets[1:], short)
+        rows = grouped_product(fast_swiglu(rows), down, offsets[1:], short)
     out = torch.empty_like(x)
     tokens, width = x.shape
     block = min(1024, 1 << (width - 1).bit_length())
     if tokens:
         engine_combine[(tokens, -(-width // block))](
-            rows, places, weights.contiguous(), base, out, width, TOP_K=ids.shape[1], SHARED=rows_of_shared, BLOCK=block
-        )
+            rows, places, weights.contiguous(), base, None if table is None else offsets, out, width, len(offsets) - 1,
+            TOP_K=ids.shape[1], SHARED=rows_of_shared, BLOCK=block,
+        )  # fmt: skip
     return out
 
 
@@ -324,7 +355,7 @@ def _time_experts(run, repeats):
     """Milliseconds of ``repeats`` calls in a CUDA graph, as they will run: launches cost nothing there."""
     run()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog asks for events meanwhile
         for _ in range(repeats):
             run()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -197,7 +197,8 @@ class DecodeGraph:
         graph = torch.cuda.CUDAGraph()
         runner = self.runner  # its graphs share their memory, for only one runs at a time; a pool dies with its last graph
         runner.pool = runner.pool or torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=runner.pool):
+        # NCCL's watchdog asks for events in a thread of its own, which another mode would not forgive.
+        with torch.cuda.graph(graph, pool=runner.pool, capture_error_mode="thread_local"):
             logits, greedy = self.forward()
         return graph, logits, greedy
 

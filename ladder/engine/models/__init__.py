@@ -1,7 +1,7 @@
 """The models that the engine serves: what each weighs, what it caches for a token, and how its weights and text are read."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ class Spec:
     """A model by name, before anything of it is in memory.
 
     source: file or folder of weights; None is random weights drawn with ``seed``.
+    parallel: this rank's ``ladder.engine.parallel.Parallel``, None is a model in one piece. What is counted below is a rank's.
+    router_bias: (MoE layers, experts) added to routers' probabilities for the choice of experts alone: skew that random
+        weights lack. None is none.
     """
 
     name: str
@@ -24,6 +27,8 @@ class Spec:
     source: Path | None = None
     seed: int = 0
     std: float = 0.02
+    parallel: Any = field(default=None, compare=False)
+    router_bias: Any = field(default=None, compare=False)
 
     @property
     def latent(self):
@@ -31,9 +36,14 @@ class Spec:
         return isinstance(self.config, deepseek_v2.DeepseekV2Config)
 
     @property
+    def local(self):
+        """The configuration of what is here: all of it, or a rank's part."""
+        return self.parallel.local(self.config) if self.parallel else self.config
+
+    @property
     def cache_rows(self):
         """What a token caches in a layer, as shapes."""
-        c = self.config
+        c = self.local
         return ((c.latent + c.rope_dim,),) if self.latent else ((c.num_kv_heads, c.head_dim),) * 2
 
     def token_bytes(self, dtype):
@@ -42,7 +52,7 @@ class Spec:
 
     def key_bytes(self, dtype, gathers):
         """Bytes that a prefill holds for each key that it looks at: gathered rows, and heads made of latents."""
-        c = self.config
+        c = self.local
         rows = dtype.itemsize * sum(torch.Size(row).numel() for row in self.cache_rows)
         if self.latent:
             return rows + dtype.itemsize * c.num_heads * (2 * c.nope_dim + c.rope_dim + c.v_dim)
@@ -53,19 +63,29 @@ class Spec:
         """Number of weights."""
         with torch.device("meta"):
             model = (deepseek_v2.DeepseekV2 if self.latent else tiny_moe.TinyMoE)(self.config)
+            model = self.parallel.shrink(model) if self.parallel else model
         return sum(p.numel() for p in model.parameters())
 
     def load(self, dtype, device, progress=None):
         """The model on ``device``; ``progress(n)`` is called as n more numbers have arrived."""
+        model = self._load(dtype, device, progress)
+        if self.router_bias is not None:
+            for moe, bias in zip((m for m in model.modules() if hasattr(m, "router")), self.router_bias, strict=True):
+                moe.bias = torch.as_tensor(bias, dtype=torch.float32, device=device)
+        return model
+
+    def _load(self, dtype, device, progress):
+        if self.latent and self.source is None:
+            return deepseek_v2.random(self.config, self.seed, dtype, device, self.std, progress, self.parallel)
         if self.latent:
-            if self.source is None:
-                return deepseek_v2.random(self.config, self.seed, dtype, device, self.std, progress)
-            return deepseek_v2.load(self.source, dtype, device, progress)
+            return deepseek_v2.load(self.source, dtype, device, progress, self.parallel)
         if self.source is None:
             with torch.device(device):
                 model = tiny_moe.TinyMoE(self.config).initialise(self.seed, self.std)
-            return model.to(dtype).keep_table().requires_grad_(False).eval()
-        return tiny_moe.load(self.source, dtype, device)
+            model = model.to(dtype).keep_table().requires_grad_(False).eval()
+        else:
+            model = tiny_moe.load(self.source, dtype, device)
+        return self.parallel.shrink(model) if self.parallel else model
 
     @property
     def end(self):

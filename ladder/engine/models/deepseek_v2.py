@@ -125,7 +125,10 @@ class LatentAttention(nn.Module):
 
     q_kv: (H * 192 + 512 + 64, width), the queries' and the latent's projections as one product.
     k_up (H, 128, 512) and v_up (H, 128, 512): what makes a head's keys and values out of the latent.
+    parallel: see ``ladder.engine.parallel``; None is all heads here.
     """
+
+    parallel = None
 
     def __init__(self, config, layer):
         super().__init__()
@@ -164,21 +167,27 @@ class LatentAttention(nn.Module):
         return k, linear(compressed, self.v_up.flatten(0, 1)).unflatten(-1, (c.num_heads, c.v_dim))
 
     def forward(self, x, context):
-        return linear(context.attend_latent(self, x).flatten(1), self.out)
+        out = linear(context.attend_latent(self, x).flatten(1), self.out)
+        return self.parallel.sum(out) if self.parallel else out
 
 
 class MLP(nn.Module):
+    parallel = None
+
     def __init__(self, width, hidden):
         super().__init__()
         self.gate_up = nn.Parameter(torch.empty(2 * hidden, width))
         self.down = nn.Parameter(torch.empty(width, hidden))
 
     def forward(self, x):
-        return linear(swiglu(linear(x, self.gate_up)), self.down)
+        out = linear(swiglu(linear(x, self.gate_up)), self.down)
+        return self.parallel.sum(out) if self.parallel else out
 
 
 class MoE(nn.Module):
-    """Experts as two stacks; the last ``num_shared`` are everyone's."""
+    """Experts as two stacks; the last ``num_shared`` are everyone's. ``bias`` (experts,): on the choice of experts, or None."""
+
+    parallel = bias = None
 
     def __init__(self, config, layer):
         super().__init__()
@@ -190,7 +199,10 @@ class MoE(nn.Module):
         self.down = nn.Parameter(torch.empty(total, c.width, c.expert_width))
 
     def forward(self, x, weights, ids):
-        return run_experts(x, ids, weights, self.gate_up, self.down, self.config.num_shared)
+        if self.parallel is None:
+            return run_experts(x, ids, weights, self.gate_up, self.down, self.config.num_shared)
+        table = self.parallel.table(self, x.device)
+        return self.parallel.sum(run_experts(x, ids, weights, self.gate_up, self.down, self.config.num_shared, table))
 
 
 class Block(nn.Module):
@@ -241,27 +253,39 @@ class DeepseekV2(nn.Module):
         return linear(hidden, self.head).float()
 
 
-def empty(config, dtype, device):
-    """The model with uninitialised weights on ``device``, and its table of rotary positions."""
+def empty(config, dtype, device, parallel=None):
+    """The model with uninitialised weights on ``device``, and its table of rotary positions; a rank's part with ``parallel``."""
     with torch.device("meta"):
         model = DeepseekV2(config)
+    model = parallel.shrink(model) if parallel else model
     model = model.to(dtype).to_empty(device=device).requires_grad_(False).eval()
     model.register_buffer("cos_sin", yarn_table(config, config.context, device), persistent=False)
     return model
 
 
-def random(config, seed=0, dtype=torch.bfloat16, device="cpu", std=0.02, progress=None):
-    """Weights from N(0, 0.02), norms of 1: what the benchmark runs, for speed does not depend on what weights say."""
-    model = empty(config, dtype, device)
+def random(config, seed=0, dtype=torch.bfloat16, device="cpu", std=0.02, progress=None, parallel=None):
+    """Weights from N(0, 0.02), norms of 1: what the benchmark runs, for speed does not depend on what weights say. Ranks cut
+    their parts from the same numbers.
+    """
+    model = empty(config, dtype, device, parallel)
     generator = torch.Generator(device).manual_seed(seed)
-    for weight in model.parameters():
-        weight.fill_(1.0) if weight.ndim == 1 else weight.normal_(0.0, std, generator=generator)
+    for (name, weight), shape in zip(model.named_parameters(), whole_shapes(config)):
+        whole = weight if parallel is None else torch.empty(shape, dtype=dtype, device=device)
+        whole.fill_(1.0) if weight.ndim == 1 else whole.normal_(0.0, std, generator=generator)
+        if whole is not weight:
+            weight.copy_(parallel.cut(name, whole, config))
         if progress:
             progress(weight.numel())
     return model
 
 
-def load(folder, dtype=torch.bfloat16, device="cpu", progress=None):
+def whole_shapes(config):
+    """The shapes of the whole model's parameters, in their order."""
+    with torch.device("meta"):
+        return [weight.shape for weight in DeepseekV2(config).parameters()]
+
+
+def load(folder, dtype=torch.bfloat16, device="cpu", progress=None, parallel=None):
     """The model of a checkpoint folder: ``config.json``, and one safetensors file or shards with an index.
 
     Raises:
@@ -274,22 +298,29 @@ def load(folder, dtype=torch.bfloat16, device="cpu", progress=None):
         raise FileNotFoundError(f"deepseek-v2-lite: no config.json in {folder}; want a folder with the public checkpoint")
     config = DeepseekV2Config.from_json(folder / "config.json")
     files = checkpoint_files(folder)
-    model = empty(config, dtype, device)
+    model = empty(config, dtype, device, parallel)
     targets = dict(model.named_parameters())
+    parts = dict(targets) if parallel else {}  # of a rank: a parameter is put together whole in main memory, then cut
+    shapes = dict(zip(targets, whole_shapes(config)))
     missing = {name: 0 for name in targets}
     for file in files:
         with safe_open(str(file), framework="pt") as tensors:
             for name in tensors.keys():
                 for target, part, arrange in _places(name, config):
                     source = arrange(tensors.get_tensor(name))
+                    if target in parts and not missing[target]:
+                        targets[target] = torch.empty(shapes[target], dtype=dtype)
                     view = targets[target][part]
                     if view.shape != source.shape:
                         raise ValueError(f"deepseek-v2-lite: {name} in {file.name} has shape {tuple(source.shape)}; want {tuple(view.shape)}")
                     view.copy_(source)
                     missing[target] += source.numel()
+                    if target in parts and missing[target] == shapes[target].numel():
+                        parts[target].copy_(parallel.cut(target, targets[target], config))
+                        targets[target] = parts[target]
                     if progress:
                         progress(source.numel())
-    short = [name for name, count in missing.items() if count != targets[name].numel()]
+    short = [name for name, count in missing.items() if count != shapes[name].numel()]
     if short:
         raise ValueError(f"deepseek-v2-lite: {folder} lacks all or part of {', '.join(short[:4])}{' ...' if len(short) > 4 else ''}")
     return model

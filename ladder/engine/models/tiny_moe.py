@@ -44,7 +44,11 @@ class TinyMoEConfig:
 
 
 class Attention(nn.Module):
-    """Projections of grouped-query attention; ``qkv`` holds query, key and value heads one after another."""
+    """Projections of grouped-query attention; ``qkv`` holds query, key and value heads one after another. ``parallel``: see
+    ``ladder.engine.parallel``; None is all heads here.
+    """
+
+    parallel = None
 
     def __init__(self, config, layer):
         super().__init__()
@@ -61,11 +65,14 @@ class Attention(nn.Module):
         return rotate(q, cos_sin), rotate(k, cos_sin), v
 
     def forward(self, x, context):
-        return linear(context.attend(self, x).flatten(1), self.out)
+        out = linear(context.attend(self, x).flatten(1), self.out)
+        return self.parallel.sum(out) if self.parallel else out
 
 
 class MoE(nn.Module):
-    """A router, its experts and one expert that every token uses."""
+    """A router, its experts and one expert that every token uses. ``bias`` (experts,): on the choice of experts, or None."""
+
+    parallel = bias = None
 
     def __init__(self, config, layer):
         super().__init__()
@@ -79,7 +86,9 @@ class MoE(nn.Module):
 
     def forward(self, x, weights, ids):
         shared = linear(swiglu(linear(x, self.shared_gate_up)), self.shared_down)
-        return shared + run_experts(x, ids, weights, self.gate_up, self.down)
+        if self.parallel is None:
+            return shared + run_experts(x, ids, weights, self.gate_up, self.down)
+        return self.parallel.sum(shared + run_experts(x, ids, weights, self.gate_up, self.down, 0, self.parallel.table(self, x.device)))
 
 
 class Block(nn.Module):
