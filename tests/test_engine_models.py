@@ -245,6 +245,10 @@ def test_the_gpu_path_of_experts_in_the_interpreter(tokens, experts, top_k, shar
     want = layers.run_experts(x, ids, weights, gate_up, down, shared)
     for product in ("library", "streamed"):
         torch.testing.assert_close(layers.fast_experts(x, ids, weights, gate_up, down, shared, product), want)
+        parts = layers.fast_experts(x, ids, weights, gate_up, down, shared, product, later=True)
+        residual, norm = torch.randn(tokens, width, generator=generator), torch.rand(width, generator=generator)
+        for ours, theirs in zip(parts.add_norm(residual, norm, 1e-6), layers.add_norm(want, residual, norm, 1e-6)):
+            torch.testing.assert_close(ours, theirs)
     monkeypatch.setattr(layers, "FEW_ASSIGNMENTS", 0)  # as many tokens have it: another sort, shared experts as plain products
     torch.testing.assert_close(layers.fast_experts(x, ids, weights, gate_up, down, shared, "library"), want)
 
@@ -267,6 +271,8 @@ def test_the_whole_model_on_the_gpu_path(monkeypatch):
     monkeypatch.setattr(layers, "serving_on_gpu", lambda x: torch.is_inference_mode_enabled())
     monkeypatch.setattr(layers, "_fastest", {(torch.Size((10, 32, 32)), 1): "streamed"})
     assert engine(MLA, "step04").generate([tokens], greedy(2)) == want
+    monkeypatch.setattr("ladder.engine.context.ServingContext.sums_later", True)
+    assert engine(MLA, "step04").generate([tokens], greedy(2)) == want
 
 
 COMPILE = """
@@ -288,6 +294,11 @@ for experts, width, hidden, top_k, shared, tokens in ((66, 2048, 1408, 6, 2, 8),
         layers.fast_experts(torch.empty(tokens, width, **half), torch.zeros(tokens, top_k, dtype=torch.int32), torch.empty(tokens, top_k),
                             torch.empty(experts, 2 * hidden, width, **half), torch.empty(experts, width, hidden, **half), shared, "streamed")
         layers.fast_swiglu(torch.empty(tokens, 2 * hidden, **half))
+        with torch.inference_mode(), mock.patch.object(layers, "serving_on_gpu", lambda x: True):
+            layers.spread(torch.empty(tokens, 64, **half), torch.empty(tokens, 16, 64, **half))
+            parts = layers.Parts(torch.empty(tokens * (top_k + shared), width, **half), torch.zeros(tokens, top_k + shared, dtype=torch.int32),
+                                 torch.empty(tokens, top_k), None)
+            parts.add_norm(torch.empty(tokens, width, **half), torch.empty(width, **half), 1e-6)
 for target in ("sm_80", "sm_90"):
     for kernel, args, options in launches:
         done = compile_for(target, kernel, *args, **options)
@@ -302,8 +313,8 @@ def test_kernels_compile_without_spills():
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 20 and {name for _, name, *_ in rows} == {
-        "engine_place", "engine_swiglu", "engine_combine", "engine_experts_up", "engine_experts_down"
+    assert len(rows) == 28 and {name for _, name, *_ in rows} == {
+        "engine_place", "engine_swiglu", "engine_combine", "engine_experts_up", "engine_experts_down", "engine_combine_norm", "engine_spread"
     }  # fmt: skip
     for target, name, spills, shared, products in rows:
         assert spills == 0 and shared <= 100 << 10, (target, name)

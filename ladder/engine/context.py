@@ -6,11 +6,16 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from .layers import add_norm, choose_experts, rms_norm, rotate
+from .layers import Parts, add_norm, choose_experts, rms_norm, rotate
 
 
 class Context:
-    """What training and serving have in common: norms and the router by plain operations, with gradients."""
+    """What training and serving have in common: norms and the router by plain operations, with gradients.
+
+    sums_later: whether ``add_norm`` takes what experts made before it is summed.
+    """
+
+    sums_later = False
 
     def add_norm(self, x, residual, weight, eps):
         """RMS norm of x + residual (T, width), and the sum."""
@@ -92,7 +97,13 @@ class ServingContext(Context):
             self._rows = self.cos_sin[self.batch.positions]
         return self._rows
 
+    @property
+    def sums_later(self):
+        return self.backend.fused is not None and self.batch.tokens.is_cuda
+
     def add_norm(self, x, residual, weight, eps):
+        if isinstance(x, Parts):
+            return x.add_norm(residual, weight, eps)
         if self.backend.fused:
             return self.backend.fused.add_norm(x, residual, weight, eps)
         return super().add_norm(x, residual, weight, eps)

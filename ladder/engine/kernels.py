@@ -62,17 +62,10 @@ def engine_swiglu(gate_up, out, hidden, stride, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def engine_combine(
-    rows, places, weights, base, offsets, out, width, last, TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr
+def _combined(
+    rows, places, weights, base, offsets, token, column, live, width, last, TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """out[t] = base[t] + sum of weights[t, k] * rows[places[t, k]], shared experts with weight 1; in float32, in order.
-
-    base: what was computed without rows, or None for 0. offsets: where other ranks compute some experts, rows from
-    offsets[last] on are theirs and count as 0; else None.
-    """
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = column < width
+    """Columns of what the experts say of a token, float32; see ``engine_combine``."""
     total = tl.zeros([BLOCK], tl.float32)
     if base is not None:
         total += tl.load(base + token * width + column, mask=live, other=0.0).to(tl.float32)
@@ -85,7 +78,56 @@ def engine_combine(
         if k < TOP_K:
             value *= tl.load(weights + token * TOP_K + k)
         total += value
+    return total
+
+
+@triton.jit
+def engine_combine(
+    rows, places, weights, base, offsets, out, width, last, TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """out[t] = base[t] + sum of weights[t, k] * rows[places[t, k]], shared experts with weight 1; in float32, in order.
+
+    base: what was computed without rows, or None for 0. offsets: where other ranks compute some experts, rows from
+    offsets[last] on are theirs and count as 0; else None.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = column < width
+    total = _combined(rows, places, weights, base, offsets, token, column, live, width, last, TOP_K, SHARED, BLOCK)
     tl.store(out + token * width + column, total, mask=live)
+
+
+@triton.jit
+def engine_combine_norm(
+    rows, places, weights, base, residual, norm, normed, residual_out, width, eps,
+    TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``engine_combine``, the residual add and the next layer's RMSNorm, a row held in registers: grid (tokens,). Rounded where
+    the three launches round, so the same bits.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    live = column < width
+    total = _combined(rows, places, weights, base, None, token, column, live, width, 0, TOP_K, SHARED, BLOCK)
+    total = total.to(normed.dtype.element_ty).to(tl.float32)
+    total += tl.load(residual + token * width + column, mask=live, other=0.0).to(tl.float32)
+    total = total.to(normed.dtype.element_ty)
+    tl.store(residual_out + token * width + column, total, mask=live)
+    total = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(total * total, axis=0) / width + eps)
+    weight = tl.load(norm + column, mask=live, other=0.0).to(tl.float32)
+    tl.store(normed + token * width + column, total * scale * weight, mask=live)
+
+
+@triton.jit
+def engine_spread(source, out, tokens, stride_s, stride_t, stride_h, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """out[t, h] = source[t] for all heads, rows of WIDTH columns; grid (blocks of tokens,)."""
+    token = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    live = (token < tokens)[:, None]
+    value = tl.load(source + token[:, None] * stride_s + column[None, :], mask=live, other=0.0)
+    for head in tl.static_range(HEADS):
+        tl.store(out + token[:, None] * stride_t + head * stride_h + column[None, :], value, mask=live)
 
 
 @triton.jit

@@ -3,6 +3,8 @@
 Everything here works on packed tokens (T, width), with and without gradients: training and serving are one model.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
@@ -162,7 +164,7 @@ def swiglu(gate_up):
     return F.silu(gate) * up
 
 
-def run_experts(x, ids, weights, gate_up, down, num_shared=0, table=None):
+def run_experts(x, ids, weights, gate_up, down, num_shared=0, table=None, later=False):
     """sum_k weights[:, k] * expert[ids[:, k]](x), tokens sorted by expert so that each weight is read once.
 
     Args:
@@ -170,12 +172,13 @@ def run_experts(x, ids, weights, gate_up, down, num_shared=0, table=None):
         down: (experts, width, hidden). num_shared: how many experts at the end of the stack every token uses, with weight 1.
         table: (turns, experts of the router) int32: token t finds its expert e in the stack at table[t % turns, e], or ``AWAY``
             where another rank adds that part. None: the stack holds all of them.
+        later: on a GPU, leave the sum to the add and norm that follow; see ``Parts``.
 
     Returns:
         (T, width) in the dtype of x.
     """
     if serving_on_gpu(x):
-        return fast_experts(x, ids, weights, gate_up, down, num_shared, table=table)
+        return fast_experts(x, ids, weights, gate_up, down, num_shared, table=table, later=later)
     total = gate_up.shape[0]
     if table is not None:
         ids = here(ids, table)
@@ -223,6 +226,17 @@ def fast_swiglu(gate_up):
     return out
 
 
+def spread(source, out):
+    """out (T, H, n) = source (T, n) for every head."""
+    tokens, heads, width = out.shape
+    if not serving_on_gpu(source) or source.stride(1) != 1 or out.stride(2) != 1 or width & (width - 1):
+        out.copy_(source[:, None])
+    elif tokens:
+        from .kernels import engine_spread
+
+        engine_spread[(-(-tokens // 16),)](source, out, tokens, source.stride(0), *out.stride()[:2], HEADS=heads, WIDTH=width, BLOCK=16)
+
+
 def place_rows(ids, num_experts, num_shared, table=None):
     """The stable sort of ``sort_by_expert`` with the shared experts' assignments behind each token's own.
 
@@ -263,7 +277,36 @@ def place_rows(ids, num_experts, num_shared, table=None):
     return order, source, places.view(tokens, each), offsets
 
 
-def fast_experts(x, ids, weights, gate_up, down, num_shared, product=None, table=None):
+@dataclass
+class Parts:
+    """What experts made of tokens, not yet summed: the sum, the residual add and the next norm are one launch.
+
+    rows (assignments, width) in expert order; places (T, top_k + shared), the rows of each token; weights (T, top_k);
+    base (T, width) to add, or None.
+    """
+
+    rows: torch.Tensor | None
+    places: torch.Tensor
+    weights: torch.Tensor
+    base: torch.Tensor | None
+
+    def add_norm(self, residual, weight, eps):
+        """``add_norm`` of the sum, once: the rows are then given back."""
+        from .kernels import engine_combine_norm
+
+        tokens, top_k = self.weights.shape
+        normed, total = torch.empty_like(residual), torch.empty_like(residual)
+        block = 1 << (residual.shape[1] - 1).bit_length()
+        if tokens:
+            engine_combine_norm[(tokens,)](
+                self.rows, self.places, self.weights, self.base, residual, weight, normed, total, residual.shape[1], eps,
+                TOP_K=top_k, SHARED=self.places.shape[1] - top_k, BLOCK=block, num_warps=max(1, min(8, block // 512)),
+            )  # fmt: skip
+        self.rows = self.base = None  # a layer's caller holds this object until the layer is done
+        return normed, total
+
+
+def fast_experts(x, ids, weights, gate_up, down, num_shared, product=None, table=None, later=False):
     """``run_experts`` on a GPU.
 
     product: "library", the grouped product of torch; "streamed", two launches that read each chosen expert once, for few
@@ -285,12 +328,15 @@ def fast_experts(x, ids, weights, gate_up, down, num_shared, product=None, table
         short = table is not None
         rows = grouped_product(x.index_select(0, source), gate_up, offsets[1:], short)
         rows = grouped_product(fast_swiglu(rows), down, offsets[1:], short)
+    weights = weights.contiguous()
+    if later and table is None:
+        return Parts(rows, places, weights, base)
     out = torch.empty_like(x)
     tokens, width = x.shape
     block = min(1024, 1 << (width - 1).bit_length())
     if tokens:
         engine_combine[(tokens, -(-width // block))](
-            rows, places, weights.contiguous(), base, None if table is None else offsets, out, width, len(offsets) - 1,
+            rows, places, weights, base, None if table is None else offsets, out, width, len(offsets) - 1,
             TOP_K=ids.shape[1], SHARED=rows_of_shared, BLOCK=block,
         )  # fmt: skip
     return out

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..layers import linear, rotary_table, run_experts, swiglu
+from ..layers import linear, rotary_table, run_experts, spread, swiglu
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class LatentAttention(nn.Module):
         k = latent.new_empty(len(latent), c.num_heads, c.qk_dim)
         # A product for each head, so that it lands where the head's key is.
         torch.bmm(compressed.expand(c.num_heads, -1, -1), self.k_up.transpose(1, 2), out=k[..., : c.nope_dim].transpose(0, 1))
-        k[..., c.nope_dim :] = rope[:, None]
+        spread(rope, k[..., c.nope_dim :])
         return k, linear(compressed, self.v_up.flatten(0, 1)).unflatten(-1, (c.num_heads, c.v_dim))
 
     def forward(self, x, context):
@@ -198,9 +198,9 @@ class MoE(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(total, 2 * c.expert_width, c.width))
         self.down = nn.Parameter(torch.empty(total, c.width, c.expert_width))
 
-    def forward(self, x, weights, ids):
+    def forward(self, x, weights, ids, later=False):
         if self.parallel is None:
-            return run_experts(x, ids, weights, self.gate_up, self.down, self.config.num_shared)
+            return run_experts(x, ids, weights, self.gate_up, self.down, self.config.num_shared, later=later)
         table = self.parallel.table(self, x.device)
         return self.parallel.sum(run_experts(x, ids, weights, self.gate_up, self.down, self.config.num_shared, table))
 
@@ -227,7 +227,7 @@ class Block(nn.Module):
             x, residual = context.add_norm(x, residual, self.mlp_norm, c.eps)
             return self.mlp(x), residual
         x, residual, weights, ids = context.norm_route(self.mlp, x, residual, self.mlp_norm)
-        return self.mlp(x, weights, ids), residual
+        return self.mlp(x, weights, ids, context.sums_later), residual
 
 
 class DeepseekV2(nn.Module):
