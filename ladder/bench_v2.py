@@ -654,21 +654,6 @@ def chosen_cells(only, patterns, dry):
     ]  # fmt: skip
 
 
-def kept_rows(path, rows, machine):
-    """Rows of an earlier file on the same machine and versions for cases not measured now, each with its own commit and date."""
-    if not Path(path).exists():
-        return []
-    old = results.load(str(path))
-    same = ("gpu", "torch", "triton")
-    if any(old["machine"].get(k) != machine.get(k) for k in same):
-        raise ValueError(
-            f"{path} was recorded on {[old['machine'].get(k) for k in same]}, this is {[machine.get(k) for k in same]}; want the same"
-        )
-    now = {repr(sorted(entry["case"].items(), key=str)) for entry in rows}
-    stamp = {"commit": old["commit"], "recorded": old["recorded"]}
-    return [{**stamp, **entry} for entry in old["rows"] if repr(sorted(entry["case"].items(), key=str)) not in now]
-
-
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m ladder.bench_v2", description=__doc__.splitlines()[0])
     parser.add_argument("--json", default="bench_v2.json", help="file for the results")
@@ -723,7 +708,7 @@ def _measure(bench, todo, limits: Limits, args):
     machine, left, stopped = results.machine(bench.device), list(todo), None
 
     def save():
-        kept = kept_rows(args.json, bench.rows, machine) if args.keep and args.json != "-" else []
+        kept = results.kept_rows(args.json, bench.rows, machine) if args.keep and args.json != "-" else []
         rows = bench.rows + kept
         doc = results.document(
             rows, device=bench.device, limits=limits, complete=not left and stopped is None, not_run=[c.name for c in left],

@@ -128,6 +128,14 @@ def test_bench_of_two_backends_is_one_document(weights, tmp_path):
     assert run("bench", "--checkpoint", weights, "--backend", "step04,sdpa", "--device", "cpu", "--input-len", 9, "--output-len", 3,
                "--concurrency", 2, "--json", file) == 0  # fmt: skip
     assert [row["impl"] for row in results.load(file)["rows"]] == ["step04_gqa", "sdpa"]
+    assert run("bench", "--checkpoint", weights, "--backend", "step03", "--device", "cpu", "--input-len", 5, "--output-len", 3,
+               "--concurrency", 2, "--keep", "--json", file) == 0  # fmt: skip
+    assert [row["impl"] for row in results.load(file)["rows"]][-2:] == ["step04_gqa", "sdpa"]  # behind the new one, with their commit
+    assert "commit" in results.load(file)["rows"][-1]
+    doc = results.load(file)
+    doc["machine"]["torch"] = "0.1"
+    results.write(doc, file)
+    assert run("bench", "--checkpoint", weights, "--backend", "step03", "--device", "cpu", "--keep", "--json", file) == 2
 
 
 def test_interrupted_bench_keeps_what_it_has(weights, tmp_path, monkeypatch, capsys):

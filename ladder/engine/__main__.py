@@ -62,6 +62,7 @@ def parse_args(argv=None):
     measure.add_argument("--fractions", type=float, nargs="+", default=list(bench.FRACTIONS), help="of --memory-table")
     measure.add_argument("--requests", type=int, default=0, help="with --memory-table: serve so many mixed requests at each fraction")
     measure.add_argument("--json", metavar="FILE", help="write the results as JSON; - is standard output")
+    measure.add_argument("--keep", action="store_true", help="keep rows of that file for cases that this run does not measure")
 
     quality = commands.add_parser("quality", help="Bits per byte of tiny-moe against window policy, on held-out text.")
     quality.add_argument("--checkpoint", metavar="FILE", help="weights of tiny-moe (default: those of the repository)")
@@ -272,6 +273,8 @@ def show(row):
 
 
 def run_bench(args):
+    if args.keep and args.json not in (None, "-"):  # a file that cannot be added to is refused before anything is measured
+        results.kept_rows(args.json, [], results.machine(args.device or ("cuda" if torch.cuda.is_available() else "cpu")))
     spec = find_part(args)
     options = engine_options(args)
     shape = dict(input_len=args.input_len, output_len=args.output_len)
@@ -323,7 +326,10 @@ def finish(rows, args, interrupted):
     if args.json:
         device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
         extra = {"partial": True} if interrupted else {}
-        results.write(results.document(rows, device=device, **extra), args.json)
+        doc = results.document(rows, device=device, **extra)
+        if getattr(args, "keep", False) and args.json != "-":
+            doc["rows"] += results.kept_rows(args.json, rows, doc["machine"])
+        results.write(doc, args.json)
     if interrupted:
         log("interrupted: the results are partial" if rows else "interrupted before there was a result")
     return 130 if interrupted else 0

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import inspect
 import random
 import statistics
 import time
@@ -214,16 +215,19 @@ def transformers_peer(spec, *, input_len, output_len, concurrency, dtype=torch.b
             module.to(device)
     ids = torch.tensor(random_prompts(concurrency, input_len, spec.config.vocab), device=device)
 
+    # Newer versions of transformers call it "cache", and warn at the old name.
+    kept = next(n for n in ("cache", "past_key_values") if n in inspect.signature(inspect.unwrap(type(model).forward)).parameters)
+
     @torch.inference_mode()
     def run(model, steps):
         times, began = [], time.perf_counter()
         out = model(ids, use_cache=True, logits_to_keep=1)
-        token, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+        token, cache = out.logits[:, -1:].argmax(-1), out[kept]
         token.tolist()
         times.append(time.perf_counter())
         for _ in range(steps - 1):
-            out = model(token, past_key_values=cache, use_cache=True)
-            token, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+            out = model(token, **{kept: cache}, use_cache=True)
+            token, cache = out.logits[:, -1:].argmax(-1), out[kept]
             token.tolist()
             times.append(time.perf_counter())
         return began, times

@@ -115,6 +115,26 @@ def load(name):
     return doc
 
 
+def kept_rows(path, rows, machine):
+    """Rows of an earlier file on the same machine and versions for cases that ``rows`` does not measure again, each with its own
+    commit, date and command; none where there is no file.
+
+    Raises:
+        ValueError: the file is of another GPU, torch or Triton.
+    """
+    if not Path(path).exists():
+        return []
+    old = load(str(path))
+    same = ("gpu", "torch", "triton")
+    if any(old["machine"].get(k) != machine.get(k) for k in same):
+        raise ValueError(
+            f"{path} was recorded on {[old['machine'].get(k) for k in same]}, this is {[machine.get(k) for k in same]}; want the same"
+        )
+    now = {repr(sorted(entry["case"].items(), key=str)) for entry in rows}
+    stamp = {k: old[k] for k in ("commit", "recorded", "command")}
+    return [{**stamp, **entry} for entry in old["rows"] if repr(sorted(entry["case"].items(), key=str)) not in now]
+
+
 def select(doc, impl=None, **case):
     """Rows whose implementation and case fields equal the given ones."""
     return [
