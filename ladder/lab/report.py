@@ -154,6 +154,20 @@ def dflash2_table(doc):
     return "\n".join(lines)
 
 
+def engine_table(doc):
+    """The served model beside transformers, and the article's ratios beside ours: chapter 11's tables."""
+    from . import end_to_end  # which takes its titles from here
+
+    return f"{end_to_end.backends_table(doc).data}\n\n{end_to_end.results_table(doc).data}"
+
+
+def multi_gpu_table(doc):
+    """Two GPUs: tensor parallel serving and the four ways, beside the simulator's predictions, as chapters 10 and 11 show them."""
+    from . import multi_gpu
+
+    return f"{multi_gpu.engine_table(doc).data}\n\n{multi_gpu.four_way_table(doc).data}"
+
+
 def climb_figure(doc):
     """Time of every implementation on the largest case they share, and peak memory against sequence length.
 
@@ -280,7 +294,11 @@ SECTIONS = {
     "decode-table": ("step07_dflash1", decode_table),
     "scheduler-table": ("dspark", scheduler_table),
 }
-OPTIONAL = {"dflash2-table": ("step08_dflash2", dflash2_table)}  # a README may hold these before they are recorded
+OPTIONAL = {  # a README may hold these before they are recorded
+    "dflash2-table": ("step08_dflash2", dflash2_table),
+    "engine-table": ("engine", engine_table),
+    "multi-gpu-table": ("multi_gpu", multi_gpu_table),
+}
 SECTIONS.update({name: made for name, made in OPTIONAL.items() if (results.FOLDER / f"{made[0]}.json").exists()})
 FIGURES = {"ladder.png": ("ladder", climb_figure)}
 
