@@ -588,7 +588,7 @@ def router_config(tokens, num_experts, hidden, num_groups, itemsize, same_dtype,
     num_warps = 8 if block_t * block_e > 4096 or block_g * block_p >= 256 else 4
     return dict(
         splits=splits, TILES=tiles, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_K=block_k,
-        BLOCK_S=max(block_k, min(_power(hidden), 16384 // block_t)),  # columns of the rows' sums of squares
+        BLOCK_S=max(block_k, min(_power(hidden), 8192 // block_t)),  # columns of the rows' sums of squares
         FINISH_T=max(1, min(block_t, 512 * num_warps // (block_g * block_p))),
         GROUPS=num_groups, BLOCK_G=block_g, PER_GROUP=per_group, BLOCK_P=block_p,
         # 16-bit rows are TF32 numbers already: three TF32 products hold all that float32 gates add.
