@@ -96,14 +96,17 @@ def launch_decode(q, k_cache, v_cache, block_table, seq_lens, out, lse, *, scale
         batch, rows, num_kv_heads, capacity, _processors(device), num_kv_splits
     )
     part_out = part_lse = arrivals = out  # not written where no sequence is split
+    tickets = None
     split = slots > batch
     if split:
         workspace = DecodeWorkspace(device) if workspace is None else workspace
         if workspace.partials.device != device:
             raise ValueError(f"step08_dflash2: workspace is on {workspace.partials.device}; want a DecodeWorkspace on {device}")
         part_rows = num_kv_heads * slots * rows
-        workspace.reserve(part_rows * (head_dim + 1), batch * num_kv_heads * row_tiles)
+        groups = batch * num_kv_heads * row_tiles
+        workspace.reserve(part_rows * (head_dim + 1), groups + 1)
         part_out, part_lse, arrivals = workspace.partials, workspace.partials[part_rows * head_dim :], workspace.counters
+        tickets = arrivals[groups:]
     sinks, seq_lens, block_table = (x if x is None or x.is_contiguous() else x.contiguous() for x in (sinks, seq_lens, block_table))
     key_rows = min(page_size, TILE)
     block_b = 1 if batch == 1 else min(1024, max(32, 1 << (batch - 1).bit_length()))
@@ -111,7 +114,8 @@ def launch_decode(q, k_cache, v_cache, block_table, seq_lens, out, lse, *, scale
     with torch.cuda.device(device):
         dflash2_decode_hopper[(min(num_kv_heads * row_tiles * slots, 2 * _processors(device)),)](
             _describe(k_cache.transpose(1, 2), key_rows, head_dim), _describe(v_cache.transpose(1, 2), key_rows, head_dim),
-            q, block_table, seq_lens, out, part_out, part_lse, lse, sinks, arrivals, _counter(device),
+            q, block_table, seq_lens, out, part_out, part_lse, lse, sinks, arrivals,
+            _counter(device) if tickets is None else tickets,
             *q.stride()[:3], *out.stride()[:3], block_table.stride(0),
             batch, num_kv_heads, q_len, *numbers, q_len if right is None else right, abs(scale) * LOG2_E,
             GROUP=group, D=head_dim, PAGE=page_size, STAGES=STAGES[head_dim], FOUND=found, BLOCK_B=block_b, NEGATIVE=scale < 0,
