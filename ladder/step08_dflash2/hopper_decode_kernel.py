@@ -388,7 +388,7 @@ PLAIN = (
 )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=PLAIN, do_not_specialize_on_alignment=PLAIN)
+@gluon.jit(do_not_specialize=PLAIN, do_not_specialize_on_alignment=(*PLAIN, "arrivals_ptr", "counter_ptr"))
 def dflash2_decode_hopper(
     k_desc, v_desc, q_ptr, pages_ptr, seq_lens_ptr, out_ptr, part_out_ptr, part_lse_ptr, lse_ptr, sinks_ptr, arrivals_ptr, counter_ptr,
     stride_qb, stride_qm, stride_qh, stride_ob, stride_om, stride_oh, stride_pages,
