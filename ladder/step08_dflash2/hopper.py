@@ -354,7 +354,7 @@ def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right
     if kind == "few":
         kernel = dflash2_mla_few_hopper
         descriptors = _describe_rows(flat, tile, 64), _describe_rows(latent_cache, key_rows, 64)
-        chosen = dict(ROWS=tile, SLOTS=8 if tile == 16 else 7)
+        chosen = dict(ROWS=tile, SLOTS=8 if tile == 16 else 7, EARLY=True)
     else:
         kernel = dflash2_mla_many_hopper
         descriptors = (*(_describe_rows(flat, tile, n) for n in (256, 64)), *(_describe_rows(latent_cache, key_rows, n) for n in (256, 64)))

@@ -66,7 +66,7 @@ def dflash2_mla_few_product(acc, alpha, k_smem, p_smem, g, J: gl.constexpr, SLOT
 def dflash2_mla_few_consume(
     q_smem, k_smem, p_smem, q_full, k_full, out_ptr, part_out_ptr, part_lse_ptr, lse_ptr, sinks_ptr,
     stride_ob, stride_om, stride_oh, num_heads, q_len, right, seq, part, splits, first_row, rows, first, last, length, beyond, base, turn,
-    scale_log2, ROWS: gl.constexpr, SLOTS: gl.constexpr, NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, DT: gl.constexpr,
+    scale_log2, ROWS: gl.constexpr, SLOTS: gl.constexpr, EARLY: gl.constexpr, NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, DT: gl.constexpr,
 ):  # fmt: skip
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])  # of scores and of output: rows are columns
     ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
@@ -119,9 +119,17 @@ def dflash2_mla_few_consume(
         o5 = dflash2_mla_few_product(o5, alpha, k_smem, p_smem, g, 5, SLOTS, ROWS)
         o6 = dflash2_mla_few_product(o6, alpha, k_smem, p_smem, g, 6, SLOTS, ROWS)
         o7 = dflash2_mla_few_product(o7, alpha, k_smem, p_smem, g, 7, SLOTS, ROWS)
-        o0, o1, o2, o3, o4, o5, o6, o7 = warpgroup_mma_wait(0, [o0, o1, o2, o3, o4, o5, o6, o7])
-        for piece in gl.static_range(PIECE):
-            dflash2_arrive(anchor, FREE + (g + piece) % SLOTS, THREADS)
+        if EARLY:
+            o0, o1, o2 = warpgroup_mma_wait(5, [o0, o1, o2])
+            dflash2_arrive(anchor, FREE + g % SLOTS, THREADS)
+            o3, o4, o5 = warpgroup_mma_wait(2, [o3, o4, o5])
+            dflash2_arrive(anchor, FREE + (g + 1) % SLOTS, THREADS)
+            o6, o7 = warpgroup_mma_wait(0, [o6, o7])
+            dflash2_arrive(anchor, FREE + (g + 2) % SLOTS, THREADS)
+        else:
+            o0, o1, o2, o3, o4, o5, o6, o7 = warpgroup_mma_wait(0, [o0, o1, o2, o3, o4, o5, o6, o7])
+            for piece in gl.static_range(PIECE):
+                dflash2_arrive(anchor, FREE + (g + piece) % SLOTS, THREADS)
     row_sum = gl.sum(sums, 0)
     row_max = row_max * scale_log2
     norm = gl.full([ROWS], 1.0, gl.float32, ROW)
@@ -171,7 +179,7 @@ def dflash2_mla_few_hopper(
     q_desc, k_desc, pages_ptr, seq_lens_ptr, out_ptr, part_out_ptr, part_lse_ptr, meta_ptr, lse_ptr, sinks_ptr, counter_ptr,
     stride_ob, stride_om, stride_oh, stride_pages,
     batch, num_heads, q_len, capacity, num_slots, num_splits, target, most, min_tiles, right, scale_log2,
-    ROWS: gl.constexpr, SLOTS: gl.constexpr, PAGE: gl.constexpr, FOUND: gl.constexpr, BLOCK_B: gl.constexpr, NEGATIVE: gl.constexpr,
+    ROWS: gl.constexpr, SLOTS: gl.constexpr, EARLY: gl.constexpr, PAGE: gl.constexpr, FOUND: gl.constexpr, BLOCK_B: gl.constexpr, NEGATIVE: gl.constexpr,
     HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, DT: gl.constexpr,
 ):  # fmt: skip
     """ROWS rows (token, head) of one sequence over one split of its tiles a work; the programs draw works until none is left.
@@ -213,7 +221,7 @@ def dflash2_mla_few_hopper(
                 (dflash2_mla_few_consume, (
                     q_smem, k_smem, p_smem, q_full, k_full, out_ptr, part_out_ptr, part_lse_ptr, lse_ptr, sinks_ptr,
                     stride_ob, stride_om, stride_oh, num_heads, q_len, right, seq, part, splits, first_row, rows, first, last, length, beyond,
-                    base, turn, scale_log2, ROWS, SLOTS, NEGATIVE, HAS_SINKS, HAS_LSE, DT)),
+                    base, turn, scale_log2, ROWS, SLOTS, EARLY, NEGATIVE, HAS_SINKS, HAS_LSE, DT)),
                 (dflash2_mla_few_produce, (
                     q_desc, k_desc, q_smem, k_smem, q_full, k_full, pages, seq, first_row, first, last, length, base, ROWS, SLOTS, PAGE)),
             ], [1], [24])  # fmt: skip
