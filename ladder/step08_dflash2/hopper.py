@@ -307,16 +307,21 @@ def mla_design(rows):
     return "many", MLA_TILE
 
 
+def mla_merges(batch, num_kv_splits):
+    """Whether the last programs to finish a sequence merge it: with few splits of each, else a launch spreads it over the chip."""
+    return num_kv_splits <= 8 if num_kv_splits is not None else batch >= 16
+
+
 def merge_config(batch, rows, num_kv_splits):
     """Blocks (rows, columns, splits) of the merge; the split count alone chooses where it is given."""
     many = num_kv_splits > 8 if num_kv_splits is not None else batch * rows < 1024
     return dict(BLOCK_M=1, BLOCK_V=64, BLOCK_S=64) if many else dict(BLOCK_M=4, BLOCK_V=128, BLOCK_S=4)
 
 
-def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right, sinks, num_kv_splits, workspace, design=None, **options):
+def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right, sinks, num_kv_splits, workspace, design=None, merges=None):
     """Run the kernel on checked arguments that ``supports_mla``; fills ``out`` and, unless None, ``lse``.
 
-    workspace: a ``DecodeWorkspace``, or None. right: as in ``launch_prefill``. design: instead of ``mla_design``'s.
+    workspace: a ``DecodeWorkspace``, or None. right: as in ``launch_prefill``. design, merges: instead of ``mla_design``'s and ``mla_merges``'.
     """
     from triton.experimental.gluon import language as gl
 
@@ -335,43 +340,43 @@ def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right
     works = row_tiles * slots
     split = slots > batch
     workspace = DecodeWorkspace(device) if workspace is None and split else workspace
-    counter = part_out = part_lse = meta = None
     if workspace is not None and workspace.partials.device != device:
         raise ValueError(f"step08_dflash2: workspace is on {workspace.partials.device}; want a DecodeWorkspace on {device}")
+    merges = kind == "few" and (mla_merges(batch, num_kv_splits) if merges is None else merges)
     if split:
         part_rows = works * tile
-        workspace.reserve(part_rows * 513 + 2 * batch, 1)
+        workspace.reserve(part_rows * 513 + 2 * batch, 1 + works)
         part_out, part_lse, meta = workspace.partials, workspace.partials[part_rows * 512 :], workspace.partials[part_rows * 513 :]
-        counter = workspace.counters
+        counter, arrivals = workspace.counters, workspace.counters[1:]
     else:
-        part_out = part_lse = meta = out  # not written where no sequence is split
+        part_out = part_lse = meta = arrivals = out  # not written where no sequence is split
         counter = _counter(device)
     sinks, seq_lens, block_table = (x if x is None or x.is_contiguous() else x.contiguous() for x in (sinks, seq_lens, block_table))
     flat = torch.as_strided(q, (batch, rows, head_dim), (q.stride(0), q.stride(2), 1)) if batch * rows else q
     key_rows = min(page_size, MLA_TILE)
-    block_b = min(1024, max(128, 1 << (batch - 1).bit_length()))
     strides, numbers = out.stride()[:3], (capacity, slots, num_splits, target, most, MLA_MIN_TILES)
     if kind == "few":
         kernel = dflash2_mla_few_hopper
         descriptors = _describe_rows(flat, tile, 64), _describe_rows(latent_cache, key_rows, 64)
-        chosen = dict(ROWS=tile, SLOTS=8 if tile == 16 else 7, EARLY=True)
+        counters = arrivals, counter
+        block_b = 1 if batch == 1 else min(1024, max(32, 1 << (batch - 1).bit_length()))
+        chosen = dict(ROWS=tile, SLOTS=8 if tile == 16 else 7, MERGES=merges)
     else:
         kernel = dflash2_mla_many_hopper
         descriptors = (*(_describe_rows(flat, tile, n) for n in (256, 64)), *(_describe_rows(latent_cache, key_rows, n) for n in (256, 64)))
-        chosen = {}
-    pdl = options.pop("pdl", True)
+        counters, block_b, chosen = (counter,), min(1024, max(128, 1 << (batch - 1).bit_length())), {}
     with torch.cuda.device(device):
         kernel[(min(works, processors),)](
-            *descriptors, block_table, seq_lens, out, part_out, part_lse, meta, lse, sinks, counter, *strides, block_table.stride(0),
+            *descriptors, block_table, seq_lens, out, part_out, part_lse, meta, lse, sinks, *counters, *strides, block_table.stride(0),
             batch, num_heads, q_len, *numbers, q_len if right is None else right, abs(scale) * LOG2_E,
             PAGE=page_size, FOUND=found, BLOCK_B=block_b, NEGATIVE=scale < 0, HAS_SINKS=sinks is not None, HAS_LSE=lse is not None,
-            SPLIT=split, DT=gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16, num_warps=4, **{**chosen, **options},
+            SPLIT=split, DT=gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16, num_warps=4, **chosen,
         )  # fmt: skip
-        if split:
+        if split and not merges:
             blocks = merge_config(batch, rows, num_kv_splits)
             dflash2_mla_merge_parts[(batch * -(-rows // blocks["BLOCK_M"]), 512 // blocks["BLOCK_V"])](
                 part_out, part_lse, meta, out, lse, sinks, *strides, num_heads, q_len, slots, PART_ROWS=tile, HEAD_V=512, **blocks,
-                HAS_SINKS=sinks is not None, HAS_LSE=lse is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
+                HAS_SINKS=sinks is not None, HAS_LSE=lse is not None, num_warps=4,
             )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .gluon_compat import async_load
 from .hopper_kernel import FREE, dflash2_arrive, dflash2_clean, dflash2_pack, dflash2_sync, dflash2_unpack
-from .hopper_mla_work_kernel import PLAIN, dflash2_mla_next, dflash2_mla_trigger, dflash2_mla_work
+from .hopper_mla_work_kernel import PLAIN, dflash2_mla_next, dflash2_mla_work
 
 P0_READY = gl.constexpr(9)  # hardware barriers between the groups; FREE .. FREE + 3 give the producer a piece back
 P1_READY = gl.constexpr(10)
@@ -328,8 +328,6 @@ def dflash2_mla_many_hopper(
     for i in gl.static_range(4):
         mbarrier.init(k_full.index(i), count=1)
     fence_async_shared()
-    if SPLIT:
-        dflash2_mla_trigger()
     rows = q_len * num_heads
     row_tiles = (rows + ROWS - 1) // ROWS
     work = gl.program_id(0)

@@ -88,10 +88,3 @@ def dflash2_mla_next(work, works, counter_ptr):
         following = ticket + gl.num_programs(0)
         following = gl.where(following < works, following, -1)
     return following
-
-
-@gluon.jit
-def dflash2_mla_trigger():
-    """Let the merge be launched now: its programs come when ours leave, and wait until all that we wrote is there."""
-    anchor = gl.full([128], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [anchor], gl.int32, False, 1)

@@ -2,7 +2,6 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 
 @triton.jit
@@ -115,13 +114,11 @@ def dflash2_mla_merge(
 def dflash2_mla_merge_parts(
     part_out_ptr, part_lse_ptr, meta_ptr, out_ptr, lse_ptr, sinks_ptr, stride_ob, stride_om, stride_oh, num_heads, q_len, num_slots,
     PART_ROWS: tl.constexpr, HEAD_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, PDL: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """Add up the splits of the MLA kernels for sm_90: BLOCK_M rows and BLOCK_V columns of one sequence; grid (batch * row
     blocks, column blocks). A sequence in one split was stored by the kernel itself. The splits are added in their order.
     """
-    if PDL:  # it was launched while the last programs of that kernel still run
-        gdc_wait()
     rows = q_len * num_heads
     row_blocks = tl.cdiv(rows, BLOCK_M)
     seq = tl.program_id(0) // row_blocks
