@@ -354,17 +354,18 @@ def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right
     sinks, seq_lens, block_table = (x if x is None or x.is_contiguous() else x.contiguous() for x in (sinks, seq_lens, block_table))
     flat = torch.as_strided(q, (batch, rows, head_dim), (q.stride(0), q.stride(2), 1)) if batch * rows else q
     key_rows = min(page_size, MLA_TILE)
+    block_b = min(1024, max(128, 1 << (batch - 1).bit_length()))
     strides, numbers = out.stride()[:3], (capacity, slots, num_splits, target, most, MLA_MIN_TILES)
     if kind == "few":
         kernel = dflash2_mla_few_hopper
         descriptors = _describe_rows(flat, tile, 64), _describe_rows(latent_cache, key_rows, 64)
         counters = arrivals, counter
-        block_b = 1 if batch == 1 else min(1024, max(32, 1 << (batch - 1).bit_length()))
+        block_b = 1 if batch == 1 else block_b
         chosen = dict(ROWS=tile, SLOTS=8 if tile == 16 else 7, MERGES=merges)
     else:
         kernel = dflash2_mla_many_hopper
         descriptors = (*(_describe_rows(flat, tile, n) for n in (256, 64)), *(_describe_rows(latent_cache, key_rows, n) for n in (256, 64)))
-        counters, block_b, chosen = (counter,), min(1024, max(128, 1 << (batch - 1).bit_length())), {}
+        counters, chosen = (counter,), {}
     with torch.cuda.device(device):
         kernel[(min(works, processors),)](
             *descriptors, block_table, seq_lens, out, part_out, part_lse, meta, lse, sinks, *counters, *strides, block_table.stride(0),

@@ -271,35 +271,32 @@ def dflash2_mla_few_merge(
 
     So no program has much to merge, even where one long sequence has most of the splits.
     """
-    group = split // TOGETHER
     groups = (splits + TOGETHER - 1) // TOGETHER
-    number = gl.minimum(TOGETHER, splits - group * TOGETHER)
-    start = first_part + group * TOGETHER
-    if dflash2_mla_few_arrive(arrivals_ptr + start, anchor, number):
-        if groups == 1:
-            dflash2_mla_few_add(
-                part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, anchor, first_part, splits, 1, True, seq,
-                num_heads, q_len, first_row, stride_ob, stride_om, stride_oh, ROWS, HAS_SINKS, HAS_LSE,
-            )  # fmt: skip
-        else:
-            if number > 1:
-                dflash2_mla_few_add(
-                    part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, anchor, start, number, 1, False, seq,
-                    num_heads, q_len, first_row, stride_ob, stride_om, stride_oh, ROWS, HAS_SINKS, HAS_LSE,
-                )  # fmt: skip
-            if dflash2_mla_few_arrive(arrivals_ptr + first_part + 1, anchor, groups):  # no eight starts there
-                dflash2_mla_few_add(
-                    part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, anchor, first_part, groups, TOGETHER, True, seq,
-                    num_heads, q_len, first_row, stride_ob, stride_om, stride_oh, ROWS, HAS_SINKS, HAS_LSE,
-                )  # fmt: skip
+    start = split // TOGETHER * TOGETHER
+    number = gl.minimum(TOGETHER, splits - start)
+    stride = groups * 0 + 1
+    final = groups == 1
+    mine = dflash2_mla_few_arrive(arrivals_ptr + first_part + start, anchor, number)
+    while mine:
+        dflash2_mla_few_add(
+            part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, anchor, first_part + start, number, stride, final, seq,
+            num_heads, q_len, first_row, stride_ob, stride_om, stride_oh, ROWS, HAS_SINKS, HAS_LSE,
+        )  # fmt: skip
+        mine = final == 0
+        if mine:
+            mine = dflash2_mla_few_arrive(arrivals_ptr + first_part + 1, anchor, groups)  # no eight starts there
+            start = start * 0
+            number = groups
+            stride = stride * TOGETHER
+            final = groups > 1
 
 
 @gluon.jit
 def dflash2_mla_few_add(
-    part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, anchor, start, number, STRIDE: gl.constexpr, FINAL: gl.constexpr, seq,
+    part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, anchor, start, number, stride, final, seq,
     num_heads, q_len, first_row, stride_ob, stride_om, stride_oh, ROWS: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
-    """Add up ``number`` parts, STRIDE apart, in their order: into the output, or into the first of them.
+    """Add up ``number`` parts, ``stride`` apart, in their order: into the output, or into the first of them.
 
     Parts are read past L1 (.cg), which may hold what the workspace was before. A sink is one more part, of no value.
     """
@@ -316,14 +313,14 @@ def dflash2_mla_few_add(
         row = first_row + place_row
         top = gl.full([SOME], float("-inf"), gl.float32, ROW)
         total = gl.zeros([SOME], gl.float32, ROW)
-        if HAS_SINKS and FINAL:
-            top = gl.load(sinks_ptr + row % num_heads).to(gl.float32) * 1.4426950408889634
+        if HAS_SINKS:
+            top = gl.where(final, gl.load(sinks_ptr + row % num_heads).to(gl.float32) * 1.4426950408889634, float("-inf"))
             total = gl.where(top == float("-inf"), 0.0, 1.0)
         acc = gl.zeros([SOME, 512], gl.float32, OUT)
         for s in range(0, number, PARTS):
             part = s + gl.arange(0, PARTS, gl.SliceLayout(1, L2))
             mask = (part < number)[:, None] & (row < rows)[None, :]
-            place = (start + part[:, None].to(gl.int64) * STRIDE) * ROWS + place_row[None, :]
+            place = (start + part[:, None].to(gl.int64) * stride) * ROWS + place_row[None, :]
             lse = gl.load(part_lse_ptr + place, mask=mask, other=float("-inf"), cache_modifier=".cg")
             ptrs = part_out_ptr + gl.expand_dims(place, 2) * 512 + gl.expand_dims(gl.expand_dims(column, 0), 0)
             out = gl.load(ptrs, mask=gl.expand_dims(mask, 2), other=0.0, cache_modifier=".cg")
@@ -337,7 +334,7 @@ def dflash2_mla_few_add(
         total = gl.where(total == 0.0, 1.0, total)
         acc = acc / gl.convert_layout(total, gl.SliceLayout(1, OUT))[:, None]
         o_row = some * SOME + gl.arange(0, SOME, gl.SliceLayout(1, OUT))
-        if FINAL:
+        if final:
             all_row = first_row + o_row
             place_o = seq.to(gl.int64) * stride_ob + (all_row // num_heads).to(gl.int64) * stride_om + (all_row % num_heads).to(gl.int64) * stride_oh
             gl.store(out_ptr + place_o[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=(all_row < rows)[:, None])
