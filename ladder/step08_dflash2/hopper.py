@@ -300,11 +300,17 @@ def plan_mla(batch, rows, capacity, processors, num_kv_splits, tile=MLA_TILE):
     return row_tiles, True, min(batch * of_one, most + batch), 1, target, most
 
 
+MLA_MANY = "halves"
+
+
 def mla_design(rows):
-    """(kernel, rows of its tile) for a sequence of so many query rows. It depends on nothing else: so fixed splits give fixed bits."""
+    """(kernel, rows of its tile) for a sequence of so many query rows. It depends on nothing else: so fixed splits give fixed bits.
+
+    "few": ``hopper_mla_few_kernel``; "halves": ``hopper_mla_kernel``; "many": ``hopper_mla_many_kernel``.
+    """
     if rows <= 32:
         return "few", 16 if rows <= 16 else 32
-    return "many", MLA_TILE
+    return MLA_MANY, MLA_TILE
 
 
 def mla_merges(batch, num_kv_splits):
@@ -321,13 +327,15 @@ def merge_config(batch, rows, num_kv_splits):
 def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right, sinks, num_kv_splits, workspace, design=None, merges=None):
     """Run the kernel on checked arguments that ``supports_mla``; fills ``out`` and, unless None, ``lse``.
 
-    workspace: a ``DecodeWorkspace``, or None. right: as in ``launch_prefill``. design, merges: instead of ``mla_design``'s and ``mla_merges``'.
+    workspace: a ``DecodeWorkspace``, or None. right: as in ``launch_prefill``. design, merges: what ``mla_design`` and ``mla_merges``
+    would choose.
     """
     from triton.experimental.gluon import language as gl
 
     from ladder.step07_dflash1.attention import DecodeWorkspace
 
     from .hopper_mla_few_kernel import dflash2_mla_few_hopper
+    from .hopper_mla_kernel import dflash2_mla_hopper
     from .hopper_mla_many_kernel import dflash2_mla_many_hopper
     from .merge_kernel import dflash2_mla_merge_parts
 
@@ -337,12 +345,11 @@ def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right
     kind, tile = mla_design(rows) if design is None else design
     processors = _processors(device)
     row_tiles, found, slots, num_splits, target, most = plan_mla(batch, rows, capacity, processors, num_kv_splits, tile)
-    works = row_tiles * slots
-    split = slots > batch
+    works, split = row_tiles * slots, slots > batch
+    merges = kind == "few" and (mla_merges(batch, num_kv_splits) if merges is None else merges)
     workspace = DecodeWorkspace(device) if workspace is None and split else workspace
     if workspace is not None and workspace.partials.device != device:
         raise ValueError(f"step08_dflash2: workspace is on {workspace.partials.device}; want a DecodeWorkspace on {device}")
-    merges = kind == "few" and (mla_merges(batch, num_kv_splits) if merges is None else merges)
     if split:
         part_rows = works * tile
         workspace.reserve(part_rows * 513 + 2 * batch, 1 + works)
@@ -356,19 +363,19 @@ def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right
     key_rows = min(page_size, MLA_TILE)
     block_b = min(1024, max(128, 1 << (batch - 1).bit_length()))
     strides, numbers = out.stride()[:3], (capacity, slots, num_splits, target, most, MLA_MIN_TILES)
+    widths, grid, counters, chosen = (256, 64), min(works, processors), (counter,), {}
     if kind == "few":
-        kernel = dflash2_mla_few_hopper
-        descriptors = _describe_rows(flat, tile, 64), _describe_rows(latent_cache, key_rows, 64)
-        counters = arrivals, counter
-        block_b = 1 if batch == 1 else block_b
+        kernel, widths, counters = dflash2_mla_few_hopper, (64,), (arrivals, counter)
         chosen = dict(ROWS=tile, SLOTS=8 if tile == 16 else 7, MERGES=merges)
-    else:
+        block_b = 1 if batch == 1 else block_b
+    elif kind == "many":
         kernel = dflash2_mla_many_hopper
-        descriptors = (*(_describe_rows(flat, tile, n) for n in (256, 64)), *(_describe_rows(latent_cache, key_rows, n) for n in (256, 64)))
-        counters, chosen = (counter,), {}
+    else:
+        kernel, grid, counters, chosen = dflash2_mla_hopper, works, (), dict(WAIT_FOR_V=rows < MLA_TILE)
     with torch.cuda.device(device):
-        kernel[(min(works, processors),)](
-            *descriptors, block_table, seq_lens, out, part_out, part_lse, meta, lse, sinks, *counters, *strides, block_table.stride(0),
+        kernel[(grid,)](
+            *(_describe_rows(flat, tile, n) for n in widths), *(_describe_rows(latent_cache, key_rows, n) for n in widths),
+            block_table, seq_lens, out, part_out, part_lse, meta, lse, sinks, *counters, *strides, block_table.stride(0),
             batch, num_heads, q_len, *numbers, q_len if right is None else right, abs(scale) * LOG2_E,
             PAGE=page_size, FOUND=found, BLOCK_B=block_b, NEGATIVE=scale < 0, HAS_SINKS=sinks is not None, HAS_LSE=lse is not None,
             SPLIT=split, DT=gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16, num_warps=4, **chosen,
@@ -377,57 +384,5 @@ def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right
             blocks = merge_config(batch, rows, num_kv_splits)
             dflash2_mla_merge_parts[(batch * -(-rows // blocks["BLOCK_M"]), 512 // blocks["BLOCK_V"])](
                 part_out, part_lse, meta, out, lse, sinks, *strides, num_heads, q_len, slots, PART_ROWS=tile, HEAD_V=512, **blocks,
-                HAS_SINKS=sinks is not None, HAS_LSE=lse is not None, num_warps=4,
-            )  # fmt: skip
-
-
-def plan_mla_old(batch, rows, capacity, processors, num_kv_splits):
-    return plan_mla(batch, rows, capacity, processors, num_kv_splits)
-
-
-def launch_mla_old(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right, sinks, num_kv_splits, workspace, wait_for_v=None):
-    """Run the kernel on checked arguments that ``supports_mla``; fills ``out`` and, unless None, ``lse``.
-
-    workspace: a ``DecodeWorkspace``, or None. right: as in ``launch_prefill``.
-    """
-    from triton.experimental.gluon import language as gl
-
-    from ladder.step07_dflash1.attention import DecodeWorkspace
-
-    from .hopper_mla_kernel import dflash2_mla_hopper
-    from .merge_kernel import dflash2_mla_merge
-
-    batch, q_len, num_heads, head_dim = q.shape
-    page_size, rows, device = latent_cache.shape[1], q_len * num_heads, q.device
-    capacity = block_table.shape[1] * page_size
-    row_tiles, found, slots, num_splits, target, most = plan_mla(batch, rows, capacity, _processors(device), num_kv_splits)
-    part_out = part_lse = out  # not written where no sequence is split
-    split = slots > batch
-    if split:
-        workspace = DecodeWorkspace(device) if workspace is None else workspace
-        if workspace.partials.device != device:
-            raise ValueError(f"step08_dflash2: workspace is on {workspace.partials.device}; want a DecodeWorkspace on {device}")
-        part_rows = row_tiles * slots * MLA_TILE
-        workspace.reserve(part_rows * 513, 0)
-        part_out, part_lse = workspace.partials, workspace.partials[part_rows * 512 :]
-    sinks, seq_lens, block_table = (x if x is None or x.is_contiguous() else x.contiguous() for x in (sinks, seq_lens, block_table))
-    flat = torch.as_strided(q, (batch, rows, head_dim), (q.stride(0), q.stride(2), 1)) if batch * rows else q
-    key_rows = min(page_size, MLA_TILE)
-    block_b = min(1024, max(128, 1 << (batch - 1).bit_length()))
-    strides, numbers = out.stride()[:3], (capacity, slots, num_splits, target, most, MLA_MIN_TILES)
-    with torch.cuda.device(device):
-        dflash2_mla_hopper[(row_tiles * slots,)](
-            _describe_rows(flat, MLA_TILE, 256), _describe_rows(flat, MLA_TILE, 64),
-            _describe_rows(latent_cache, key_rows, 256), _describe_rows(latent_cache, key_rows, 64),
-            block_table, seq_lens, out, part_out, part_lse, lse, sinks, *strides, block_table.stride(0),
-            batch, num_heads, q_len, *numbers, q_len if right is None else right, abs(scale) * LOG2_E,
-            PAGE=page_size, FOUND=found, BLOCK_B=block_b, NEGATIVE=scale < 0, HAS_SINKS=sinks is not None,
-            HAS_LSE=lse is not None, WAIT_FOR_V=rows < MLA_TILE if wait_for_v is None else wait_for_v,
-            DT=gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16, num_warps=4,
-        )  # fmt: skip
-        if split:
-            dflash2_mla_merge[(batch * -(-rows // 4), 8)](
-                part_out, part_lse, out, lse, sinks, seq_lens, *strides, batch, num_heads, q_len, *numbers,
-                FOUND=found, BLOCK_B=block_b, TILE=MLA_TILE, PART_ROWS=MLA_TILE, HEAD_V=512, BLOCK_M=4, BLOCK_V=64, BLOCK_S=16,
                 HAS_SINKS=sinks is not None, HAS_LSE=lse is not None, num_warps=4,
             )  # fmt: skip

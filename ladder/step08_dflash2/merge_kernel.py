@@ -1,4 +1,4 @@
-"""Device code that merges the partial results of split keys, for prefill."""
+"""Device code that merges the partial results of split keys, of prefill and of MLA decode for sm_90."""
 
 import triton
 import triton.language as tl
@@ -39,75 +39,6 @@ def dflash2_merge_splits(
     )  # fmt: skip
     if HAS_LSE:
         tl.store(lse_ptr + row, shift + tl.log(total), mask=live)
-
-
-@triton.jit
-def dflash2_mla_merge(
-    part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, seq_lens_ptr, stride_ob, stride_om, stride_oh,
-    batch, num_heads, q_len, capacity, num_slots, num_splits, target, most, min_tiles,
-    FOUND: tl.constexpr, BLOCK_B: tl.constexpr, TILE: tl.constexpr, PART_ROWS: tl.constexpr, HEAD_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
-):  # fmt: skip
-    """Add up the splits of ``hopper_mla_kernel``: BLOCK_M rows and BLOCK_V columns of one sequence; grid (batch * row
-    blocks, column blocks). A sequence in one split was stored by the kernel itself.
-    """
-    rows = q_len * num_heads
-    row_blocks = tl.cdiv(rows, BLOCK_M)
-    seq = tl.program_id(0) // row_blocks
-    row = tl.program_id(0) % row_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
-    length = tl.load(seq_lens_ptr + seq)
-    tiles = tl.where((length < 0) | (length > capacity), 0, (length + TILE - 1) // TILE)
-    first_slot = seq * num_splits
-    splits = tl.maximum(1, tl.minimum(num_splits, tiles))
-    if FOUND:  # the same sums that the kernel found its slots by
-        total, longest, first_slot = 0, 0, 0
-        for first in range(0, batch, BLOCK_B):
-            b = first + tl.arange(0, BLOCK_B)
-            n = tl.load(seq_lens_ptr + b, mask=b < batch, other=0)
-            n = tl.where((n < 0) | (n > capacity), 0, (n + TILE - 1) // TILE)
-            total, longest = total + tl.sum(n), tl.maximum(longest, tl.max(n))
-        mean = (total + batch - 1) // batch
-        wanted = tl.where(longest * 4 > mean * 5, most, target)
-        chunk = tl.maximum(min_tiles, (total + wanted - 1) // wanted)
-        splits = tl.maximum(1, (2 * tiles + chunk) // (2 * chunk))
-        if splits == 1:
-            return
-        for first in range(0, batch, BLOCK_B):
-            b = first + tl.arange(0, BLOCK_B)
-            n = tl.load(seq_lens_ptr + b, mask=b < seq, other=0)
-            n = tl.where((n < 0) | (n > capacity), 0, (n + TILE - 1) // TILE)
-            first_slot += tl.sum(tl.where(b < seq, tl.maximum(1, (2 * n + chunk) // (2 * chunk)), 0))
-    if splits == 1:
-        return
-    column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    parts = (row // PART_ROWS * num_slots + first_slot).to(tl.int64) * PART_ROWS + row % PART_ROWS
-    live = row < rows
-    head = row % num_heads
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    if HAS_SINKS:
-        top = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
-    total_weight = tl.where(top == float("-inf"), 0.0, 1.0)
-    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    for s in range(0, splits, BLOCK_S):
-        split = s + tl.arange(0, BLOCK_S)
-        mask = (split < splits)[:, None] & live[None, :]
-        place = parts[None, :] + split[:, None] * PART_ROWS
-        part_lse = tl.load(part_lse_ptr + place, mask=mask, other=float("-inf"))
-        part = tl.load(part_out_ptr + place[:, :, None] * HEAD_V + column[None, None, :], mask=mask[:, :, None], other=0.0)
-        new_top = tl.maximum(top, tl.max(part_lse, axis=0))
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weight = tl.exp2(part_lse - shift[None, :])
-        rescale = tl.exp2(top - shift)
-        acc = acc * rescale[:, None] + tl.sum(part * weight[:, :, None], axis=0)
-        total_weight = total_weight * rescale + tl.sum(weight, axis=0)
-        top = new_top
-    safe = tl.where(total_weight == 0.0, 1.0, total_weight)
-    out_rows = seq.to(tl.int64) * stride_ob + (row // num_heads).to(tl.int64) * stride_om + head.to(tl.int64) * stride_oh
-    tl.store(out_ptr + out_rows[:, None] + column[None, :], (acc / safe[:, None]).to(out_ptr.dtype.element_ty), mask=live[:, None])
-    if HAS_LSE:
-        if tl.program_id(1) == 0:
-            lse_row = (seq.to(tl.int64) * num_heads + head) * q_len + row // num_heads
-            tl.store(lse_ptr + lse_row, (top + tl.log2(safe)) * 0.6931471805599453, mask=live)
 
 
 @triton.jit
