@@ -93,6 +93,18 @@ def test_mla_gives_a_small_batch_to_the_whole_chip():
     assert hopper.plan_mla(4, 16, 64, 132, None)[1:3] == (False, 4)
 
 
+def test_mla_takes_the_rows_as_columns_where_they_are_few():
+    assert [hopper.mla_design(rows) for rows in (1, 16, 17, 32)] == [("few", 16), ("few", 16), ("few", 32), ("few", 32)]
+    assert hopper.mla_design(33)[1] == hopper.mla_design(512)[1] == hopper.MLA_TILE
+
+
+def test_mla_with_fixed_splits_merges_them_the_same_way_in_every_batch():
+    for splits in (1, 3, 8, 9, 64):
+        assert len({hopper.mla_merges(batch, splits) for batch in (1, 16, 300)}) == 1
+        assert len({str(hopper.merge_config(batch, 16, splits)) for batch in (1, 16, 300)}) == 1
+    assert hopper.mla_merges(64, None) and not hopper.mla_merges(1, None)  # one sequence in 128 parts: too much for one program
+
+
 @pytest.mark.parametrize("causal", (False, True))
 def test_explain_says_what_is_launched(causal):
     p = AttentionProblem(B=1, Hq=16, Sq=16384, Sk=16384, D=192, Dv=128, causal=causal, dtype="bfloat16")
