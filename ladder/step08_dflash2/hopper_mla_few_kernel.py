@@ -23,7 +23,15 @@ from .hopper_decode_kernel import (
     dflash2_decode_tell,
     dflash2_decode_tiles,
 )
-from .hopper_kernel import FREE, PLACES, dflash2_arrive, dflash2_await_slot, dflash2_clean, dflash2_field, dflash2_sync
+from .hopper_kernel import (
+    FREE,
+    PLACES,
+    dflash2_arrive,
+    dflash2_await_slot,
+    dflash2_clean,
+    dflash2_field,
+    dflash2_sync,
+)
 from .hopper_mla_work_kernel import PLAIN
 
 KEYS = gl.constexpr(64)
@@ -173,7 +181,8 @@ def dflash2_mla_few_consume(
                 mbarrier.wait(k_full.index(slot), ((g + piece) // SLOTS) & 1)
                 for c in gl.static_range(PIECE):
                     q = q_smem.index(PIECE * piece + c + zero).reshape([ROWS, CHUNK])
-                    s = warpgroup_mma(k_smem.index(PIECE * slot + c).reshape([KEYS, CHUNK]), q.permute((1, 0)), s, use_acc=piece + c > 0, is_async=True)
+                    k = k_smem.index(PIECE * slot + c).reshape([KEYS, CHUNK])
+                    s = warpgroup_mma(k, q.permute((1, 0)), s, use_acc=piece + c > 0, is_async=True)
             s = warpgroup_mma_wait(0, [s])
             if tile == last - 1:
                 dflash2_arrive(anchor, Q_FREE, THREADS)
@@ -228,14 +237,22 @@ def dflash2_mla_few_consume(
                     gl.store(lse_ptr + place, gl.where(beyond, float("nan"), lse * 0.6931471805599453), mask=row < rows)
             else:
                 gl.store(part_lse_ptr + part * ROWS + row - first_row, lse, mask=row < rows)
-            dflash2_mla_few_store(o0, 0, factor, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh, num_heads, seq, part, splits, first_row, row, rows, ROWS, LAYOUT)
-            dflash2_mla_few_store(o1, 64, factor, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh, num_heads, seq, part, splits, first_row, row, rows, ROWS, LAYOUT)
-            dflash2_mla_few_store(o2, 128, factor, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh, num_heads, seq, part, splits, first_row, row, rows, ROWS, LAYOUT)
-            dflash2_mla_few_store(o3, 192, factor, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh, num_heads, seq, part, splits, first_row, row, rows, ROWS, LAYOUT)
-            dflash2_mla_few_store(o4, 256, factor, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh, num_heads, seq, part, splits, first_row, row, rows, ROWS, LAYOUT)
-            dflash2_mla_few_store(o5, 320, factor, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh, num_heads, seq, part, splits, first_row, row, rows, ROWS, LAYOUT)
-            dflash2_mla_few_store(o6, 384, factor, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh, num_heads, seq, part, splits, first_row, row, rows, ROWS, LAYOUT)
-            dflash2_mla_few_store(o7, 448, factor, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh, num_heads, seq, part, splits, first_row, row, rows, ROWS, LAYOUT)
+            dflash2_mla_few_store(o0, 0, factor, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh,
+                                  num_heads, seq, part, splits, first_row, row, rows, ROWS, LAYOUT)  # fmt: skip
+            dflash2_mla_few_store(o1, 64, factor, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh,
+                                  num_heads, seq, part, splits, first_row, row, rows, ROWS, LAYOUT)  # fmt: skip
+            dflash2_mla_few_store(o2, 128, factor, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh,
+                                  num_heads, seq, part, splits, first_row, row, rows, ROWS, LAYOUT)  # fmt: skip
+            dflash2_mla_few_store(o3, 192, factor, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh,
+                                  num_heads, seq, part, splits, first_row, row, rows, ROWS, LAYOUT)  # fmt: skip
+            dflash2_mla_few_store(o4, 256, factor, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh,
+                                  num_heads, seq, part, splits, first_row, row, rows, ROWS, LAYOUT)  # fmt: skip
+            dflash2_mla_few_store(o5, 320, factor, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh,
+                                  num_heads, seq, part, splits, first_row, row, rows, ROWS, LAYOUT)  # fmt: skip
+            dflash2_mla_few_store(o6, 384, factor, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh,
+                                  num_heads, seq, part, splits, first_row, row, rows, ROWS, LAYOUT)  # fmt: skip
+            dflash2_mla_few_store(o7, 448, factor, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh,
+                                  num_heads, seq, part, splits, first_row, row, rows, ROWS, LAYOUT)  # fmt: skip
             if SPLIT:
                 if MERGES:
                     if splits > 1:
