@@ -300,17 +300,14 @@ def plan_mla(batch, rows, capacity, processors, num_kv_splits, tile=MLA_TILE):
     return row_tiles, True, min(batch * of_one, most + batch), 1, target, most
 
 
-MLA_MANY = "halves"
-
-
 def mla_design(rows):
     """(kernel, rows of its tile) for a sequence of so many query rows. It depends on nothing else: so fixed splits give fixed bits.
 
-    "few": ``hopper_mla_few_kernel``; "halves": ``hopper_mla_kernel``; "many": ``hopper_mla_many_kernel``.
+    "few": ``hopper_mla_few_kernel``; "many": ``hopper_mla_kernel``.
     """
     if rows <= 32:
         return "few", 16 if rows <= 16 else 32
-    return MLA_MANY, MLA_TILE
+    return "many", MLA_TILE
 
 
 def mla_merges(batch, num_kv_splits):
@@ -336,7 +333,6 @@ def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right
 
     from .hopper_mla_few_kernel import dflash2_mla_few_hopper
     from .hopper_mla_kernel import dflash2_mla_hopper
-    from .hopper_mla_many_kernel import dflash2_mla_many_hopper
     from .merge_kernel import dflash2_mla_merge_parts
 
     batch, q_len, num_heads, head_dim = q.shape
@@ -363,15 +359,12 @@ def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right
     key_rows = min(page_size, MLA_TILE)
     block_b = min(1024, max(128, 1 << (batch - 1).bit_length()))
     strides, numbers = out.stride()[:3], (capacity, slots, num_splits, target, most, MLA_MIN_TILES)
-    widths, grid, counters, chosen = (256, 64), min(works, processors), (counter,), {}
     if kind == "few":
-        kernel, widths, counters = dflash2_mla_few_hopper, (64,), (arrivals, counter)
+        kernel, widths, grid, counters = dflash2_mla_few_hopper, (64,), min(works, processors), (arrivals, counter)
         chosen = dict(ROWS=tile, SLOTS=8 if tile == 16 else 7, MERGES=merges)
         block_b = 1 if batch == 1 else block_b
-    elif kind == "many":
-        kernel = dflash2_mla_many_hopper
     else:
-        kernel, grid, counters, chosen = dflash2_mla_hopper, works, (), dict(WAIT_FOR_V=rows < MLA_TILE)
+        kernel, widths, grid, counters, chosen = dflash2_mla_hopper, (256, 64), works, (), dict(WAIT_FOR_V=rows < MLA_TILE)
     with torch.cuda.device(device):
         kernel[(grid,)](
             *(_describe_rows(flat, tile, n) for n in widths), *(_describe_rows(latent_cache, key_rows, n) for n in widths),

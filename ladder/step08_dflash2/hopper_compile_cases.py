@@ -25,11 +25,11 @@ MLA = ((16, 1, 64, BF16, None), (128, 1, 64, BF16, 1), (8, 4, 16, FP16, 3), (16,
 
 def hopper_compile_cases():
     """Yield (name, kernel, args, kwargs) of every launch of the Hopper kernels to compile."""
-    from . import hopper, hopper_kernel, hopper_mla_few_kernel, hopper_mla_kernel, hopper_mla_many_kernel, merge_kernel
+    from . import hopper, hopper_kernel, hopper_mla_few_kernel, hopper_mla_kernel, merge_kernel
 
     launches = []
     kernels = ((hopper_kernel, "dflash2_prefill_hopper"), (hopper_mla_few_kernel, "dflash2_mla_few_hopper"),
-               (hopper_mla_many_kernel, "dflash2_mla_many_hopper"), (hopper_mla_kernel, "dflash2_mla_hopper"),
+               (hopper_mla_kernel, "dflash2_mla_hopper"),
                (merge_kernel, "dflash2_merge_splits"), (merge_kernel, "dflash2_mla_merge_parts"))  # fmt: skip
 
     def launched(name, call):

@@ -32,7 +32,7 @@ from .hopper_kernel import (
     dflash2_field,
     dflash2_sync,
 )
-from .hopper_mla_work_kernel import PLAIN
+from .hopper_mla_kernel import PLAIN
 
 KEYS = gl.constexpr(64)
 CHUNK = gl.constexpr(64)  # columns of one copy: a row of the swizzle
