@@ -287,9 +287,9 @@ def _describe_rows(x, rows, columns):
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_mla(batch, rows, capacity, processors, num_kv_splits):
+def plan_mla(batch, rows, capacity, processors, num_kv_splits, tile=MLA_TILE):
     """(row tiles, found on the device, slots, splits of a sequence when not, target, most): see ``decode_kernel.dflash2_chunk``."""
-    row_tiles = -(-rows // MLA_TILE)
+    row_tiles = -(-rows // tile)
     target = max(1, processors // row_tiles)
     most = 2 * target
     if num_kv_splits is not None:
@@ -300,49 +300,82 @@ def plan_mla(batch, rows, capacity, processors, num_kv_splits):
     return row_tiles, True, min(batch * of_one, most + batch), 1, target, most
 
 
-def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right, sinks, num_kv_splits, workspace, wait_for_v=None):
+def mla_design(rows):
+    """(kernel, rows of its tile) for a sequence of so many query rows. It depends on nothing else: so fixed splits give fixed bits.
+
+    "few": ``hopper_mla_few_kernel``; "many": ``hopper_mla_kernel``.
+    """
+    if rows <= 32:
+        return "few", 16 if rows <= 16 else 32
+    return "many", MLA_TILE
+
+
+def mla_merges(batch, num_kv_splits):
+    """Whether the last programs to finish a sequence merge it: with few splits of each, else a launch spreads it over the chip."""
+    return num_kv_splits <= 8 if num_kv_splits is not None else batch >= 16
+
+
+def merge_config(batch, rows, num_kv_splits):
+    """Blocks (rows, columns, splits) of the merge; the split count alone chooses where it is given."""
+    many = num_kv_splits > 8 if num_kv_splits is not None else batch * rows < 1024
+    return dict(BLOCK_M=1, BLOCK_V=64, BLOCK_S=64) if many else dict(BLOCK_M=4, BLOCK_V=128, BLOCK_S=4)
+
+
+def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right, sinks, num_kv_splits, workspace, design=None, merges=None):
     """Run the kernel on checked arguments that ``supports_mla``; fills ``out`` and, unless None, ``lse``.
 
-    workspace: a ``DecodeWorkspace``, or None. right: as in ``launch_prefill``.
+    workspace: a ``DecodeWorkspace``, or None. right: as in ``launch_prefill``. design, merges: what ``mla_design`` and ``mla_merges``
+    would choose.
     """
     from triton.experimental.gluon import language as gl
 
     from ladder.step07_dflash1.attention import DecodeWorkspace
 
+    from .hopper_mla_few_kernel import dflash2_mla_few_hopper
     from .hopper_mla_kernel import dflash2_mla_hopper
-    from .merge_kernel import dflash2_mla_merge
+    from .merge_kernel import dflash2_mla_merge_parts
 
     batch, q_len, num_heads, head_dim = q.shape
     page_size, rows, device = latent_cache.shape[1], q_len * num_heads, q.device
     capacity = block_table.shape[1] * page_size
-    row_tiles, found, slots, num_splits, target, most = plan_mla(batch, rows, capacity, _processors(device), num_kv_splits)
-    part_out = part_lse = out  # not written where no sequence is split
-    split = slots > batch
+    kind, tile = mla_design(rows) if design is None else design
+    processors = _processors(device)
+    row_tiles, found, slots, num_splits, target, most = plan_mla(batch, rows, capacity, processors, num_kv_splits, tile)
+    works, split = row_tiles * slots, slots > batch
+    merges = kind == "few" and (mla_merges(batch, num_kv_splits) if merges is None else merges)
+    workspace = DecodeWorkspace(device) if workspace is None and split else workspace
+    if workspace is not None and workspace.partials.device != device:
+        raise ValueError(f"step08_dflash2: workspace is on {workspace.partials.device}; want a DecodeWorkspace on {device}")
     if split:
-        workspace = DecodeWorkspace(device) if workspace is None else workspace
-        if workspace.partials.device != device:
-            raise ValueError(f"step08_dflash2: workspace is on {workspace.partials.device}; want a DecodeWorkspace on {device}")
-        part_rows = row_tiles * slots * MLA_TILE
-        workspace.reserve(part_rows * 513, 0)
-        part_out, part_lse = workspace.partials, workspace.partials[part_rows * 512 :]
+        part_rows = works * tile
+        workspace.reserve(part_rows * 513 + 2 * batch, 1 + works)
+        part_out, part_lse, meta = workspace.partials, workspace.partials[part_rows * 512 :], workspace.partials[part_rows * 513 :]
+        counter, arrivals = workspace.counters, workspace.counters[1:]
+    else:
+        part_out = part_lse = meta = arrivals = out  # not written where no sequence is split
+        counter = _counter(device)
     sinks, seq_lens, block_table = (x if x is None or x.is_contiguous() else x.contiguous() for x in (sinks, seq_lens, block_table))
     flat = torch.as_strided(q, (batch, rows, head_dim), (q.stride(0), q.stride(2), 1)) if batch * rows else q
     key_rows = min(page_size, MLA_TILE)
     block_b = min(1024, max(128, 1 << (batch - 1).bit_length()))
     strides, numbers = out.stride()[:3], (capacity, slots, num_splits, target, most, MLA_MIN_TILES)
+    if kind == "few":
+        kernel, widths, grid, counters = dflash2_mla_few_hopper, (64,), min(works, processors), (arrivals, counter)
+        chosen = dict(ROWS=tile, SLOTS=8 if tile == 16 else 7, MERGES=merges)
+        block_b = 1 if batch == 1 else block_b
+    else:
+        kernel, widths, grid, counters, chosen = dflash2_mla_hopper, (256, 64), works, (), dict(WAIT_FOR_V=rows < MLA_TILE)
     with torch.cuda.device(device):
-        dflash2_mla_hopper[(row_tiles * slots,)](
-            _describe_rows(flat, MLA_TILE, 256), _describe_rows(flat, MLA_TILE, 64),
-            _describe_rows(latent_cache, key_rows, 256), _describe_rows(latent_cache, key_rows, 64),
-            block_table, seq_lens, out, part_out, part_lse, lse, sinks, *strides, block_table.stride(0),
+        kernel[(grid,)](
+            *(_describe_rows(flat, tile, n) for n in widths), *(_describe_rows(latent_cache, key_rows, n) for n in widths),
+            block_table, seq_lens, out, part_out, part_lse, meta, lse, sinks, *counters, *strides, block_table.stride(0),
             batch, num_heads, q_len, *numbers, q_len if right is None else right, abs(scale) * LOG2_E,
-            PAGE=page_size, FOUND=found, BLOCK_B=block_b, NEGATIVE=scale < 0, HAS_SINKS=sinks is not None,
-            HAS_LSE=lse is not None, WAIT_FOR_V=rows < MLA_TILE if wait_for_v is None else wait_for_v,
-            DT=gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16, num_warps=4,
+            PAGE=page_size, FOUND=found, BLOCK_B=block_b, NEGATIVE=scale < 0, HAS_SINKS=sinks is not None, HAS_LSE=lse is not None,
+            SPLIT=split, DT=gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16, num_warps=4, **chosen,
         )  # fmt: skip
-        if split:
-            dflash2_mla_merge[(batch * -(-rows // 4), 8)](
-                part_out, part_lse, out, lse, sinks, seq_lens, *strides, batch, num_heads, q_len, *numbers,
-                FOUND=found, BLOCK_B=block_b, TILE=MLA_TILE, PART_ROWS=MLA_TILE, HEAD_V=512, BLOCK_M=4, BLOCK_V=64, BLOCK_S=16,
+        if split and not merges:
+            blocks = merge_config(batch, rows, num_kv_splits)
+            dflash2_mla_merge_parts[(batch * -(-rows // blocks["BLOCK_M"]), 512 // blocks["BLOCK_V"])](
+                part_out, part_lse, meta, out, lse, sinks, *strides, num_heads, q_len, slots, PART_ROWS=tile, HEAD_V=512, **blocks,
                 HAS_SINKS=sinks is not None, HAS_LSE=lse is not None, num_warps=4,
             )  # fmt: skip

@@ -20,19 +20,19 @@ PREFILL = (
     (128, 128, BF16, True, 4096, None, dict(windows=RANGES, sinks=True)), (128, 128, BF16, True, 4096, None, dict(softcap=30.0)), (128, 128, BF16, True, 4096, 0, {}),
     (128, 128, BF16, True, 4096, 64, {}), (128, 128, BF16, True, 4096, 16, dict(num_splits=4)), (192, 128, BF16, True, 4096, 64, {}),
 )  # fmt: skip
-MLA = ((16, 1, 64, BF16, None), (128, 1, 64, BF16, 1), (16, 4, 16, FP16, 3))  # heads, new tokens, page size, dtype, splits
+MLA = ((16, 1, 64, BF16, None), (128, 1, 64, BF16, 1), (8, 4, 16, FP16, 3), (16, 4, 16, FP16, None))  # heads, new tokens, page size, dtype, splits
 # query and KV heads, head size, new tokens, page size, dtype, splits
 DECODE = ((32, 8, 128, 1, 64, BF16, None), (64, 8, 64, 1, 64, BF16, None), (28, 4, 128, 16, 16, FP16, 3))
 
 
 def hopper_compile_cases():
     """Yield (name, kernel, args, kwargs) of every launch of the Hopper kernels to compile."""
-    from . import hopper, hopper_decode, hopper_decode_kernel, hopper_kernel, hopper_mla_kernel, merge_kernel
+    from . import hopper, hopper_decode, hopper_decode_kernel, hopper_kernel, hopper_mla_few_kernel, hopper_mla_kernel, merge_kernel
 
     launches = []
-    kernels = ((hopper_kernel, "dflash2_prefill_hopper"), (hopper_mla_kernel, "dflash2_mla_hopper"),
-               (merge_kernel, "dflash2_merge_splits"), (merge_kernel, "dflash2_mla_merge"),
-               (hopper_decode_kernel, "dflash2_decode_hopper"))  # fmt: skip
+    kernels = ((hopper_kernel, "dflash2_prefill_hopper"), (hopper_mla_few_kernel, "dflash2_mla_few_hopper"),
+               (hopper_mla_kernel, "dflash2_mla_hopper"), (hopper_decode_kernel, "dflash2_decode_hopper"),
+               (merge_kernel, "dflash2_merge_splits"), (merge_kernel, "dflash2_mla_merge_parts"))  # fmt: skip
 
     def launched(name, call):
         with contextlib.ExitStack() as patches:

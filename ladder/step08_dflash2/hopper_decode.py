@@ -10,7 +10,7 @@ from .hopper import _counter, _describe, _processors
 
 TILE = 64  # rows, and keys
 MIN_TILES = 4  # fewer keys are read faster than their partial result is merged
-STAGES = {64: 5, 128: 3}  # tiles of K and of V under way: two programs share a processor's memory
+STAGES = {64: 3, 128: 2}  # tiles of K and of V under way in each of two programs a processor: more read slower, see TUNING.md
 WAVES = 4
 MAXNREG = 128  # and its registers
 

@@ -267,15 +267,16 @@ PLAIN = (
 
 @gluon.jit(do_not_specialize=PLAIN, do_not_specialize_on_alignment=PLAIN)
 def dflash2_mla_hopper(
-    q1_desc, q3_desc, k1_desc, k3_desc, pages_ptr, seq_lens_ptr, out_ptr, part_out_ptr, part_lse_ptr, lse_ptr, sinks_ptr,
+    q1_desc, q3_desc, k1_desc, k3_desc, pages_ptr, seq_lens_ptr, out_ptr, part_out_ptr, part_lse_ptr, meta_ptr, lse_ptr, sinks_ptr,
     stride_ob, stride_om, stride_oh, stride_pages,
     batch, num_heads, q_len, capacity, num_slots, num_splits, target, most, min_tiles, right, scale_log2,
     PAGE: gl.constexpr, FOUND: gl.constexpr, BLOCK_B: gl.constexpr, NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr,
-    HAS_LSE: gl.constexpr, WAIT_FOR_V: gl.constexpr, DT: gl.constexpr,
+    HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, WAIT_FOR_V: gl.constexpr, DT: gl.constexpr,
 ):  # fmt: skip
     """64 rows (token, head) of one sequence over one split of its tiles; grid (row tiles * slots,).
 
-    A part of ``part_out`` (num parts, 64, 512) float32 and ``part_lse`` (num parts, 64), log2, is that of its program.
+    A part of ``part_out`` (num parts, 64, 512) float32 and ``part_lse`` (num parts, 64), log2, is that of its program;
+    ``meta`` (batch, 2) tells the merge where the parts of a sequence start and how many they are.
     """
     rows = q_len * num_heads
     row_tiles = (rows + ROWS - 1) // ROWS
@@ -294,6 +295,10 @@ def dflash2_mla_hopper(
             first_row = row_tile * ROWS
             part = (row_tile * num_slots + slot).to(gl.int64)
             pages = pages_ptr + seq.to(gl.int64) * stride_pages
+            if SPLIT:
+                if (split == 0) & (row_tile == 0):
+                    gl.store(meta_ptr + 2 * seq, slot.to(gl.float32))
+                    gl.store(meta_ptr + 2 * seq + 1, splits.to(gl.float32))
             q1_smem = gl.allocate_shared_memory(DT, [1, ROWS, HALF], q1_desc.layout)
             q2_smem = gl.allocate_shared_memory(DT, [1, ROWS, HALF], q1_desc.layout)
             q3_smem = gl.allocate_shared_memory(DT, [1, ROWS, ROPE], q3_desc.layout)

@@ -1,4 +1,4 @@
-"""Device code that merges the partial results of split keys, for prefill."""
+"""Device code that merges the partial results of split keys, of prefill and of MLA decode for sm_90."""
 
 import triton
 import triton.language as tl
@@ -42,43 +42,22 @@ def dflash2_merge_splits(
 
 
 @triton.jit
-def dflash2_mla_merge(
-    part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, seq_lens_ptr, stride_ob, stride_om, stride_oh,
-    batch, num_heads, q_len, capacity, num_slots, num_splits, target, most, min_tiles,
-    FOUND: tl.constexpr, BLOCK_B: tl.constexpr, TILE: tl.constexpr, PART_ROWS: tl.constexpr, HEAD_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+def dflash2_mla_merge_parts(
+    part_out_ptr, part_lse_ptr, meta_ptr, out_ptr, lse_ptr, sinks_ptr, stride_ob, stride_om, stride_oh, num_heads, q_len, num_slots,
+    PART_ROWS: tl.constexpr, HEAD_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """Add up the splits of ``hopper_mla_kernel``: BLOCK_M rows and BLOCK_V columns of one sequence; grid (batch * row
-    blocks, column blocks). A sequence in one split was stored by the kernel itself.
+    """Add up the splits of the MLA kernels for sm_90: BLOCK_M rows and BLOCK_V columns of one sequence; grid (batch * row
+    blocks, column blocks). A sequence in one split was stored by the kernel itself. The splits are added in their order.
     """
     rows = q_len * num_heads
     row_blocks = tl.cdiv(rows, BLOCK_M)
     seq = tl.program_id(0) // row_blocks
-    row = tl.program_id(0) % row_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
-    length = tl.load(seq_lens_ptr + seq)
-    tiles = tl.where((length < 0) | (length > capacity), 0, (length + TILE - 1) // TILE)
-    first_slot = seq * num_splits
-    splits = tl.maximum(1, tl.minimum(num_splits, tiles))
-    if FOUND:  # the same sums that the kernel found its slots by
-        total, longest, first_slot = 0, 0, 0
-        for first in range(0, batch, BLOCK_B):
-            b = first + tl.arange(0, BLOCK_B)
-            n = tl.load(seq_lens_ptr + b, mask=b < batch, other=0)
-            n = tl.where((n < 0) | (n > capacity), 0, (n + TILE - 1) // TILE)
-            total, longest = total + tl.sum(n), tl.maximum(longest, tl.max(n))
-        mean = (total + batch - 1) // batch
-        wanted = tl.where(longest * 4 > mean * 5, most, target)
-        chunk = tl.maximum(min_tiles, (total + wanted - 1) // wanted)
-        splits = tl.maximum(1, (2 * tiles + chunk) // (2 * chunk))
-        if splits == 1:
-            return
-        for first in range(0, batch, BLOCK_B):
-            b = first + tl.arange(0, BLOCK_B)
-            n = tl.load(seq_lens_ptr + b, mask=b < seq, other=0)
-            n = tl.where((n < 0) | (n > capacity), 0, (n + TILE - 1) // TILE)
-            first_slot += tl.sum(tl.where(b < seq, tl.maximum(1, (2 * n + chunk) // (2 * chunk)), 0))
+    first_slot = tl.load(meta_ptr + 2 * seq).to(tl.int32)
+    splits = tl.load(meta_ptr + 2 * seq + 1).to(tl.int32)
     if splits == 1:
         return
+    row = tl.program_id(0) % row_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     parts = (row // PART_ROWS * num_slots + first_slot).to(tl.int64) * PART_ROWS + row % PART_ROWS
     live = row < rows

@@ -1,0 +1,421 @@
+"""Device code of MLA's latent decode for sm_90 with few query rows, in Gluon: memory binds, so all is done to keep it busy.
+
+The products are turned round: keys, and then value columns, are the 64 rows that a tensor-core instruction wants, and the 16
+or 32 query rows are its columns. So nothing is padded, the 512 columns of output of a row fit the registers of one warp
+group, and Q is small: what is left of shared memory is a ring of pieces of 64 keys by 192 columns, three of them a tile.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .gluon_compat import async_load
+from .hopper_decode_kernel import (
+    MERGE,
+    dflash2_decode_cut,
+    dflash2_decode_find,
+    dflash2_decode_pages,
+    dflash2_decode_tell,
+    dflash2_decode_tiles,
+)
+from .hopper_kernel import (
+    FREE,
+    PLACES,
+    dflash2_arrive,
+    dflash2_await_slot,
+    dflash2_clean,
+    dflash2_field,
+    dflash2_sync,
+)
+from .hopper_mla_kernel import PLAIN
+
+KEYS = gl.constexpr(64)
+CHUNK = gl.constexpr(64)  # columns of one copy: a row of the swizzle
+PIECE = gl.constexpr(3)  # chunks of a slot of the ring, and slots of a tile
+Q_FREE = gl.constexpr(13)  # hardware barrier behind those of the ring
+THREADS = gl.constexpr(160)  # of the group and the producer
+TOGETHER = gl.constexpr(8)  # parts that one program merges
+
+
+@gluon.jit
+def dflash2_mla_few_copy(k_desc, k_smem, k_full, slot, pages, tile, piece, PAGE: gl.constexpr):
+    """Bring 192 columns of a tile, a copy for each page and 64 columns."""
+    mbarrier.expect(k_full.index(slot), KEYS * PIECE * CHUNK * 2)
+    if PAGE >= KEYS:
+        for c in gl.static_range(PIECE):
+            async_load(k_desc, [pages, tile * KEYS % PAGE, CHUNK * (PIECE * piece + c)], k_full.index(slot), k_smem.index(PIECE * slot + c))
+    else:
+        lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+        for part in gl.static_range(KEYS // PAGE):
+            page = gl.sum(gl.where(lane == part, pages, 0), 0)
+            for c in gl.static_range(PIECE):
+                async_load(
+                    k_desc, [page, 0, CHUNK * (PIECE * piece + c)], k_full.index(slot), k_smem.index(PIECE * slot + c).slice(part * PAGE, PAGE, 1)
+                )
+
+
+@gluon.jit
+def dflash2_mla_few_produce(
+    q_desc, k_desc, q_smem, k_smem, q_full, k_full, work_smem, work_full, work_free, pages_ptr, seq_lens_ptr, counter_ptr,
+    stride_pages, batch, row_tiles, capacity, num_splits, target, most, min_tiles,
+    ROWS: gl.constexpr, SLOTS: gl.constexpr, PAGE: gl.constexpr, FOUND: gl.constexpr, BLOCK_B: gl.constexpr,
+):  # fmt: skip
+    """Draw works, tell the consumers of them, and bring their Q and keys; the keys of a work come while the last is computed."""
+    anchor = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    chunk, slots = dflash2_decode_cut(seq_lens_ptr, batch, capacity, target, most, min_tiles, num_splits, FOUND, BLOCK_B)
+    num_work = slots * row_tiles  # tiles that share keys run side by side
+    t = gl.program_id(0)
+    turn = 0
+    q_turn = 0
+    it = 0
+    seq = -1
+    split = 0
+    splits = 1
+    length = 0
+    if t < num_work:
+        seq, split, splits, length = dflash2_decode_find(t // row_tiles, chunk, seq_lens_ptr, batch, capacity, num_splits, FOUND, BLOCK_B)
+    while seq >= 0:
+        dflash2_decode_tell(work_smem, work_full, work_free, turn, t, seq, split, splits, length)
+        turn += 1
+        pages = pages_ptr + seq.to(gl.int64) * stride_pages
+        tiles = dflash2_decode_tiles(length, capacity)
+        first = tiles * split // splits
+        last = tiles * (split + 1) // splits
+        if split >= splits:
+            last = first
+        first_row = t % row_tiles * ROWS
+        q_piece = gl.where(q_turn == 0, 0, gl.minimum(4, PIECE * (last - first) - 1))  # its place is free later than those of keys
+        ahead = dflash2_decode_pages(pages, first, length, PAGE)  # looked up a tile ahead: a copy does not wait for it
+        for tile in range(first, last):
+            mine = ahead
+            ahead = dflash2_decode_pages(pages, tile + 1, length, PAGE)
+            for piece in range(PIECE):
+                if PIECE * (tile - first) + piece == q_piece:
+                    if q_turn > 0:
+                        dflash2_sync(anchor, Q_FREE, THREADS)
+                    mbarrier.expect(q_full, ROWS * 576 * 2)
+                    for c in gl.static_range(9):
+                        async_load(q_desc, [seq, first_row, CHUNK * c], q_full, q_smem.index(c))
+                dflash2_await_slot(anchor, it, FREE, SLOTS, THREADS)
+                dflash2_mla_few_copy(k_desc, k_smem, k_full, it % SLOTS, mine, tile, piece, PAGE)
+                it += 1
+        q_turn += gl.where(first < last, 1, 0)
+        seq = -1
+        if num_work > gl.num_programs(0):  # one program for each work needs no counter
+            ticket = gl.atomic_add(counter_ptr, 1, sem="relaxed", scope="gpu")
+            if ticket == num_work - 1:  # every program draws one number too many: the last draw leaves the counter at zero
+                gl.store(counter_ptr, 0)
+            t = ticket + gl.num_programs(0)
+            if t < num_work:
+                seq, split, splits, length = dflash2_decode_find(t // row_tiles, chunk, seq_lens_ptr, batch, capacity, num_splits, FOUND, BLOCK_B)
+    dflash2_decode_tell(work_smem, work_full, work_free, turn, t, seq, split, splits, length)
+
+
+@gluon.jit
+def dflash2_mla_few_product(acc, alpha, k_smem, p_smem, g, J: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr):
+    """Value columns 64 J and on, times the probabilities: under way."""
+    chunk = k_smem.index(PIECE * ((g + J // PIECE) % SLOTS) + J % PIECE).reshape([KEYS, CHUNK])
+    return warpgroup_mma(chunk.permute((1, 0)), p_smem.permute((1, 0)), acc * alpha[None, :], is_async=True)
+
+
+@gluon.jit
+def dflash2_mla_few_consume(
+    q_smem, k_smem, p_smem, q_full, k_full, work_smem, work_full, work_free,
+    out_ptr, part_out_ptr, part_lse_ptr, meta_ptr, lse_ptr, sinks_ptr, arrivals_ptr,
+    stride_ob, stride_om, stride_oh, num_heads, q_len, right, row_tiles, capacity, num_slots, scale_log2,
+    ROWS: gl.constexpr, SLOTS: gl.constexpr, NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
+    SPLIT: gl.constexpr, MERGES: gl.constexpr, DT: gl.constexpr,
+):  # fmt: skip
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])  # of scores and of output: rows are columns
+    ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    anchor = gl.full([128], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    rows = q_len * num_heads
+    turn = 0
+    q_turn = 0
+    base = 0
+    mbarrier.wait(work_full.index(0), 0)
+    seq = dflash2_field(work_smem, 0, 1)
+    while seq >= 0:
+        told = turn % PLACES
+        t = dflash2_field(work_smem, told, 0)
+        split = dflash2_field(work_smem, told, 2)
+        splits = dflash2_field(work_smem, told, 3)
+        length = dflash2_field(work_smem, told, 4)
+        mbarrier.arrive(work_free.index(told))
+        beyond = (length < 0) | (length > capacity)
+        length = gl.where(beyond, 0, length)
+        tiles = dflash2_decode_tiles(length, capacity)
+        first = tiles * split // splits
+        last = tiles * (split + 1) // splits
+        if split >= splits:
+            last = first
+        first_row = t % row_tiles * ROWS
+        slot_of_work = t // row_tiles
+        part = ((t % row_tiles) * num_slots + slot_of_work).to(gl.int64)
+        row = first_row + gl.arange(0, ROWS, ROW)
+        last_key = gl.minimum(length - 1, length - q_len + row // num_heads + right)
+        row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+        sums = gl.zeros([KEYS, ROWS], gl.float32, LAYOUT)  # of a thread's own keys; added up once, at the end
+        o0 = gl.zeros([CHUNK, ROWS], gl.float32, LAYOUT)
+        o1 = gl.zeros([CHUNK, ROWS], gl.float32, LAYOUT)
+        o2 = gl.zeros([CHUNK, ROWS], gl.float32, LAYOUT)
+        o3 = gl.zeros([CHUNK, ROWS], gl.float32, LAYOUT)
+        o4 = gl.zeros([CHUNK, ROWS], gl.float32, LAYOUT)
+        o5 = gl.zeros([CHUNK, ROWS], gl.float32, LAYOUT)
+        o6 = gl.zeros([CHUNK, ROWS], gl.float32, LAYOUT)
+        o7 = gl.zeros([CHUNK, ROWS], gl.float32, LAYOUT)
+        if first < last:
+            mbarrier.wait(q_full, q_turn & 1)
+            q_turn += 1
+        for tile in range(first, last):
+            g = base + PIECE * (tile - first)
+            zero = g >> 30  # the compiler does not know: it would find all addresses before the loop, and spill them
+            s = gl.zeros([KEYS, ROWS], gl.float32, LAYOUT)
+            for piece in gl.static_range(PIECE):
+                slot = (g + piece) % SLOTS
+                mbarrier.wait(k_full.index(slot), ((g + piece) // SLOTS) & 1)
+                for c in gl.static_range(PIECE):
+                    q = q_smem.index(PIECE * piece + c + zero).reshape([ROWS, CHUNK])
+                    k = k_smem.index(PIECE * slot + c).reshape([KEYS, CHUNK])
+                    s = warpgroup_mma(k, q.permute((1, 0)), s, use_acc=piece + c > 0, is_async=True)
+            s = warpgroup_mma_wait(0, [s])
+            if tile == last - 1:
+                dflash2_arrive(anchor, Q_FREE, THREADS)
+            if NEGATIVE:
+                s = -s
+            key = tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
+            s = gl.where(key[:, None] <= last_key[None, :], s, float("-inf"))
+            new_max = gl.maximum(row_max, gl.max(s, 0))
+            shift = gl.where(new_max == float("-inf"), 0.0, new_max * scale_log2)  # -inf - -inf would be NaN
+            alpha = gl.exp2(row_max * scale_log2 - shift)
+            row_max = new_max
+            p = gl.exp2(s * scale_log2 - shift[None, :])
+            p_smem.permute((1, 0)).store(p.to(DT))
+            sums = sums * alpha[None, :] + p
+            if (tile + 1) * KEYS > length:
+                for j in gl.static_range(8):
+                    dflash2_clean(k_smem, PIECE * ((g + j // PIECE) % SLOTS) + j % PIECE, tile, length, 0, 0, KEYS, CHUNK, 0)
+            fence_async_shared()
+            o0 = dflash2_mla_few_product(o0, alpha, k_smem, p_smem, g, 0, SLOTS, ROWS)
+            o1 = dflash2_mla_few_product(o1, alpha, k_smem, p_smem, g, 1, SLOTS, ROWS)
+            o2 = dflash2_mla_few_product(o2, alpha, k_smem, p_smem, g, 2, SLOTS, ROWS)
+            o3 = dflash2_mla_few_product(o3, alpha, k_smem, p_smem, g, 3, SLOTS, ROWS)
+            o4 = dflash2_mla_few_product(o4, alpha, k_smem, p_smem, g, 4, SLOTS, ROWS)
+            o5 = dflash2_mla_few_product(o5, alpha, k_smem, p_smem, g, 5, SLOTS, ROWS)
+            o6 = dflash2_mla_few_product(o6, alpha, k_smem, p_smem, g, 6, SLOTS, ROWS)
+            o7 = dflash2_mla_few_product(o7, alpha, k_smem, p_smem, g, 7, SLOTS, ROWS)
+            o0, o1, o2 = warpgroup_mma_wait(5, [o0, o1, o2])  # a piece goes back as soon as it is read
+            dflash2_arrive(anchor, FREE + g % SLOTS, THREADS)
+            o3, o4, o5 = warpgroup_mma_wait(2, [o3, o4, o5])
+            dflash2_arrive(anchor, FREE + (g + 1) % SLOTS, THREADS)
+            o6, o7 = warpgroup_mma_wait(0, [o6, o7])
+            dflash2_arrive(anchor, FREE + (g + 2) % SLOTS, THREADS)
+        base += PIECE * (last - first)
+        if split < splits:
+            row_sum = gl.sum(sums, 0)
+            row_max = row_max * scale_log2
+            norm = gl.full([ROWS], 1.0, gl.float32, ROW)
+            if HAS_SINKS:
+                if splits == 1:  # else the merge counts it
+                    logit = gl.load(sinks_ptr + row % num_heads).to(gl.float32) * 1.4426950408889634
+                    top = gl.maximum(row_max, logit)
+                    safe = gl.where(top == float("-inf"), 0.0, top)
+                    norm = gl.exp2(row_max - safe)
+                    row_sum = row_sum * norm + gl.exp2(logit - safe)
+                    row_max = top
+            row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)  # no key seen: 0 stays 0, and the log-sum-exp -inf
+            factor = gl.where(beyond, float("nan"), norm / row_sum)  # a length that no page holds: loud, not wrong
+            lse = row_max + gl.log2(row_sum)
+            if splits == 1:
+                if HAS_LSE:
+                    place = (seq.to(gl.int64) * num_heads + row % num_heads) * q_len + row // num_heads
+                    gl.store(lse_ptr + place, gl.where(beyond, float("nan"), lse * 0.6931471805599453), mask=row < rows)
+            else:
+                gl.store(part_lse_ptr + part * ROWS + row - first_row, lse, mask=row < rows)
+            dflash2_mla_few_store(o0, 0, factor, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh,
+                                  num_heads, seq, part, splits, first_row, row, rows, ROWS, LAYOUT)  # fmt: skip
+            dflash2_mla_few_store(o1, 64, factor, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh,
+                                  num_heads, seq, part, splits, first_row, row, rows, ROWS, LAYOUT)  # fmt: skip
+            dflash2_mla_few_store(o2, 128, factor, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh,
+                                  num_heads, seq, part, splits, first_row, row, rows, ROWS, LAYOUT)  # fmt: skip
+            dflash2_mla_few_store(o3, 192, factor, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh,
+                                  num_heads, seq, part, splits, first_row, row, rows, ROWS, LAYOUT)  # fmt: skip
+            dflash2_mla_few_store(o4, 256, factor, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh,
+                                  num_heads, seq, part, splits, first_row, row, rows, ROWS, LAYOUT)  # fmt: skip
+            dflash2_mla_few_store(o5, 320, factor, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh,
+                                  num_heads, seq, part, splits, first_row, row, rows, ROWS, LAYOUT)  # fmt: skip
+            dflash2_mla_few_store(o6, 384, factor, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh,
+                                  num_heads, seq, part, splits, first_row, row, rows, ROWS, LAYOUT)  # fmt: skip
+            dflash2_mla_few_store(o7, 448, factor, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh,
+                                  num_heads, seq, part, splits, first_row, row, rows, ROWS, LAYOUT)  # fmt: skip
+            if SPLIT:
+                if MERGES:
+                    if splits > 1:
+                        dflash2_mla_few_merge(
+                            part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, arrivals_ptr, anchor, part - split, split, splits, seq,
+                            num_heads, q_len, first_row, stride_ob, stride_om, stride_oh, ROWS, HAS_SINKS, HAS_LSE,
+                        )  # fmt: skip
+                else:
+                    if (split == 0) & (first_row == 0):
+                        gl.store(meta_ptr + 2 * seq, slot_of_work.to(gl.float32))
+                        gl.store(meta_ptr + 2 * seq + 1, splits.to(gl.float32))
+        turn += 1
+        mbarrier.wait(work_full.index(turn % PLACES), (turn // PLACES) & 1)
+        seq = dflash2_field(work_smem, turn % PLACES, 1)
+
+
+@gluon.jit
+def dflash2_mla_few_arrive(arrivals_ptr, anchor, number):
+    """Whether this program is the last of ``number`` to come; it leaves the counter at zero."""
+    dflash2_sync(anchor, MERGE, 128)  # every warp has stored before one thread announces it
+    is_last = gl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu") == number - 1
+    if is_last:
+        gl.store(arrivals_ptr, 0)  # ready for the next launch
+    return is_last
+
+
+@gluon.jit
+def dflash2_mla_few_merge(
+    part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, arrivals_ptr, anchor, first_part, split, splits, seq,
+    num_heads, q_len, first_row, stride_ob, stride_om, stride_oh, ROWS: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
+):  # fmt: skip
+    """The last of eight neighbouring splits to finish merges the eight, and the last of a sequence's eights all of them.
+
+    So no program has much to merge, even where one long sequence has most of the splits.
+    """
+    groups = (splits + TOGETHER - 1) // TOGETHER
+    start = split // TOGETHER * TOGETHER
+    number = gl.minimum(TOGETHER, splits - start)
+    stride = groups * 0 + 1
+    final = groups == 1
+    mine = dflash2_mla_few_arrive(arrivals_ptr + first_part + start, anchor, number)
+    while mine:
+        dflash2_mla_few_add(
+            part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, anchor, first_part + start, number, stride, final, seq,
+            num_heads, q_len, first_row, stride_ob, stride_om, stride_oh, ROWS, HAS_SINKS, HAS_LSE,
+        )  # fmt: skip
+        mine = final == 0
+        if mine:
+            mine = dflash2_mla_few_arrive(arrivals_ptr + first_part + 1, anchor, groups)  # no eight starts there
+            start = start * 0
+            number = groups
+            stride = stride * TOGETHER
+            final = groups > 1
+
+
+@gluon.jit
+def dflash2_mla_few_add(
+    part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, anchor, start, number, stride, final, seq,
+    num_heads, q_len, first_row, stride_ob, stride_om, stride_oh, ROWS: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
+):  # fmt: skip
+    """Add up ``number`` parts, ``stride`` apart, in their order: into the output, or into the first of them.
+
+    Parts are read past L1 (.cg), which may hold what the workspace was before. A sink is one more part, of no value.
+    """
+    PARTS: gl.constexpr = 2  # under way together: with one more, registers run out
+    SOME: gl.constexpr = 16  # rows
+    L3: gl.constexpr = gl.BlockedLayout([PARTS, 1, 4], [1, 1, 32], [1, 4, 1], [2, 1, 0])
+    L2: gl.constexpr = gl.SliceLayout(2, L3)
+    OUT: gl.constexpr = gl.SliceLayout(0, L3)
+    ROW: gl.constexpr = gl.SliceLayout(0, L2)
+    rows = q_len * num_heads
+    column = gl.arange(0, 512, gl.SliceLayout(0, OUT))
+    for some in gl.static_range(ROWS // SOME):
+        place_row = some * SOME + gl.arange(0, SOME, ROW)
+        row = first_row + place_row
+        top = gl.full([SOME], float("-inf"), gl.float32, ROW)
+        total = gl.zeros([SOME], gl.float32, ROW)
+        if HAS_SINKS:
+            top = gl.where(final, gl.load(sinks_ptr + row % num_heads).to(gl.float32) * 1.4426950408889634, float("-inf"))
+            total = gl.where(top == float("-inf"), 0.0, 1.0)
+        acc = gl.zeros([SOME, 512], gl.float32, OUT)
+        for s in range(0, number, PARTS):
+            part = s + gl.arange(0, PARTS, gl.SliceLayout(1, L2))
+            mask = (part < number)[:, None] & (row < rows)[None, :]
+            place = (start + part[:, None].to(gl.int64) * stride) * ROWS + place_row[None, :]
+            lse = gl.load(part_lse_ptr + place, mask=mask, other=float("-inf"), cache_modifier=".cg")
+            ptrs = part_out_ptr + gl.expand_dims(place, 2) * 512 + gl.expand_dims(gl.expand_dims(column, 0), 0)
+            out = gl.load(ptrs, mask=gl.expand_dims(mask, 2), other=0.0, cache_modifier=".cg")
+            new_top = gl.maximum(top, gl.max(lse, 0))
+            shift = gl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
+            rescale = gl.exp2(top - shift)
+            weight = gl.exp2(lse - shift[None, :])
+            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None] + gl.sum(out * gl.expand_dims(weight, 2), 0)
+            total = total * rescale + gl.sum(weight, 0)
+            top = new_top
+        total = gl.where(total == 0.0, 1.0, total)
+        acc = acc / gl.convert_layout(total, gl.SliceLayout(1, OUT))[:, None]
+        o_row = some * SOME + gl.arange(0, SOME, gl.SliceLayout(1, OUT))
+        if final:
+            all_row = first_row + o_row
+            place_o = seq.to(gl.int64) * stride_ob + (all_row // num_heads).to(gl.int64) * stride_om + (all_row % num_heads).to(gl.int64) * stride_oh
+            gl.store(out_ptr + place_o[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=(all_row < rows)[:, None])
+            if HAS_LSE:
+                place_l = (seq.to(gl.int64) * num_heads + row % num_heads) * q_len + row // num_heads
+                gl.store(lse_ptr + place_l, (top + gl.log2(total)) * 0.6931471805599453, mask=row < rows)
+        else:
+            dflash2_sync(anchor, MERGE, 128)  # all have read what is now written over
+            gl.store(part_out_ptr + (start * ROWS + o_row)[:, None] * 512 + column[None, :], acc, mask=(first_row + o_row < rows)[:, None])
+            gl.store(part_lse_ptr + start * ROWS + place_row, top + gl.log2(total), mask=row < rows)
+
+
+@gluon.jit
+def dflash2_mla_few_store(
+    acc, COLUMN: gl.constexpr, factor, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh, num_heads, seq, part, splits, first_row, row, rows,
+    ROWS: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    acc = acc * factor[None, :]
+    column = COLUMN + gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))
+    if splits == 1:
+        place = seq.to(gl.int64) * stride_ob + (row // num_heads).to(gl.int64) * stride_om + (row % num_heads).to(gl.int64) * stride_oh
+        gl.store(out_ptr + place[None, :] + column[:, None], acc.to(out_ptr.dtype.element_ty), mask=(row < rows)[None, :])
+    else:
+        place = (part * ROWS + row - first_row) * 512
+        gl.store(part_out_ptr + place[None, :] + column[:, None], acc, mask=(row < rows)[None, :])
+
+
+@gluon.jit(do_not_specialize=PLAIN, do_not_specialize_on_alignment=PLAIN)
+def dflash2_mla_few_hopper(
+    q_desc, k_desc, pages_ptr, seq_lens_ptr, out_ptr, part_out_ptr, part_lse_ptr, meta_ptr, lse_ptr, sinks_ptr, arrivals_ptr, counter_ptr,
+    stride_ob, stride_om, stride_oh, stride_pages,
+    batch, num_heads, q_len, capacity, num_slots, num_splits, target, most, min_tiles, right, scale_log2,
+    ROWS: gl.constexpr, SLOTS: gl.constexpr, PAGE: gl.constexpr, FOUND: gl.constexpr, BLOCK_B: gl.constexpr, NEGATIVE: gl.constexpr,
+    HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, MERGES: gl.constexpr, DT: gl.constexpr,
+):  # fmt: skip
+    """ROWS rows (token, head) of one sequence over one split of its tiles a work; the programs draw works until none is left.
+
+    A part of ``part_out`` (num parts, ROWS, 512) float32 and ``part_lse`` (num parts, ROWS), log2, is that of its work. With
+    MERGES, the programs merge them, and ``arrivals`` (num parts) counts who is done; else ``meta`` (batch, 2) tells the merge
+    where the parts of a sequence start and how many they are.
+    """
+    q_smem = gl.allocate_shared_memory(DT, [9, 1, ROWS, CHUNK], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(DT, [PIECE * SLOTS, 1, KEYS, CHUNK], k_desc.layout)
+    p_smem = gl.allocate_shared_memory(DT, [ROWS, KEYS], gl.NVMMASharedLayout(128, 16, rank=2))
+    work_smem = gl.allocate_shared_memory(gl.int32, [8 * PLACES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    work_full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    work_free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(k_full.index(i), count=1)
+    for i in gl.static_range(PLACES):
+        mbarrier.init(work_full.index(i), count=1)
+        mbarrier.init(work_free.index(i), count=1)
+    fence_async_shared()
+    row_tiles = (q_len * num_heads + ROWS - 1) // ROWS
+    gl.warp_specialize([  # the tuples stand here in full: a variable would turn their constants into values
+        (dflash2_mla_few_consume, (
+            q_smem, k_smem, p_smem, q_full, k_full, work_smem, work_full, work_free,
+            out_ptr, part_out_ptr, part_lse_ptr, meta_ptr, lse_ptr, sinks_ptr, arrivals_ptr,
+            stride_ob, stride_om, stride_oh, num_heads, q_len, right, row_tiles, capacity, num_slots, scale_log2,
+            ROWS, SLOTS, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, MERGES, DT)),
+        (dflash2_mla_few_produce, (
+            q_desc, k_desc, q_smem, k_smem, q_full, k_full, work_smem, work_full, work_free, pages_ptr, seq_lens_ptr, counter_ptr,
+            stride_pages, batch, row_tiles, capacity, num_splits, target, most, min_tiles, ROWS, SLOTS, PAGE, FOUND, BLOCK_B)),
+    ], [1], [40])  # fmt: skip
