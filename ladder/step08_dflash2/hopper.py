@@ -208,12 +208,12 @@ def launch_prefill(
     sinks, seq_lens, block_table = (x if x is None or x.is_contiguous() else x.contiguous() for x in (sinks, seq_lens, block_table))
     table = None if windows is None else windows.table(q.device)
     work = num_m * num_heads * (1 if ragged else num_seqs) * num_splits
-    target, target_lse, strides_o = out, lse, (out4.stride(2), out4.stride(1))
+    target, target_lse, strides_o = out, lse, (out4.stride(2), out4.stride(1), out4.stride(0))
     if num_splits > 1:
         rows = (num_heads * seqlen_q) * (1 if ragged else num_seqs)
         target = torch.empty(num_splits, rows, head_dim_v, dtype=torch.float32, device=q.device)
         target_lse = torch.empty(num_splits, rows, dtype=torch.float32, device=q.device)
-        strides_o = (head_dim_v, seqlen_q * head_dim_v)
+        strides_o = (head_dim_v, seqlen_q * head_dim_v, num_heads * seqlen_q * head_dim_v)
     key_rows = min(page_size, block_n) if page_size else block_n
     positive = abs(scale)
     with torch.cuda.device(q.device):

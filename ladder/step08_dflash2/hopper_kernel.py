@@ -35,6 +35,28 @@ def dflash2_arrive(anchor, ids, THREADS: gl.constexpr):
 
 
 @gluon.jit
+def dflash2_arrive_if(anchor, yes, ids, THREADS: gl.constexpr):
+    """``dflash2_arrive`` without a branch, which would part the loop's instructions."""
+    asm: gl.constexpr = f"{{.reg .pred p; setp.ne.s32 p, $2, 0; @p bar.arrive $1, {THREADS}; mov.b32 $0, $1;}}"
+    gl.inline_asm_elementwise(asm, "=r,r,r", [anchor + ids, anchor + yes.to(gl.int32)], gl.int32, False, 1)
+
+
+@gluon.jit
+def dflash2_arrive_after(sums, ids, THREADS: gl.constexpr, ROWS: gl.constexpr):
+    """``dflash2_arrive`` once the exponentials of this lane's first ``ROWS`` of two rows are done. sums: (64, 4) float32, not negative.
+
+    ptxas lets exponentials sink below the wait that follows, where they would be idle until the product is done; it keeps the
+    order of barriers and waits, and this barrier's number is made of the sums (a sign bit that is never set).
+    """
+    bits = sums.to(gl.uint32, bitcast=True)
+    both: gl.constexpr = "or.b32 t, $2, $3;" if ROWS == 2 else "mov.b32 t, $2;"
+    asm: gl.constexpr = f"{{.reg .b32 t; {both} shr.u32 t, t, 31; add.u32 t, t, $4; bar.arrive t, {THREADS}; mov.b32 $0, t; mov.b32 $1, t;}}"
+    gl.inline_asm_elementwise(
+        asm, "=r,=r,r,r,r,r", [bits, (bits * 0 + ids).to(gl.int32)], gl.int32, False, 2,
+    )  # fmt: skip
+
+
+@gluon.jit
 def dflash2_pack(p, N: gl.constexpr, DT: gl.constexpr):
     """(64, N) float32 to pairs of half-precision numbers in int32. Carried through the loop as 16-bit values they would
     cost two instructions a pair, one element in eight of the loop."""
@@ -249,6 +271,25 @@ def dflash2_await_slot(anchor, it, FIRST: gl.constexpr, STAGES: gl.constexpr, TH
 
 
 @gluon.jit
+def dflash2_copy_queries(
+    q1_desc, q2_desc, q1_smem, q2_smem, q_full, q_free, anchor, turn, batch, head, row,
+    D1: gl.constexpr, D2: gl.constexpr, WG: gl.constexpr, QBUF: gl.constexpr, Q_EARLY: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Bring the Q of work number ``turn``, once no consumer needs what its buffer holds."""
+    place = turn % QBUF
+    if Q_EARLY:
+        if turn > 0:
+            dflash2_sync(anchor, FREE + 2 * STAGES, 128 * WG + 32)
+    else:
+        mbarrier.wait(q_free.index(place), ((turn // QBUF) & 1) ^ 1)
+    mbarrier.expect(q_full.index(place), 64 * WG * (D1 + D2) * 2)
+    for c in gl.static_range(WG):
+        async_load(q1_desc, [batch, head, row + 64 * c, 0], q_full.index(place), q1_smem.index(place * WG + c))
+        if D2 > 0:
+            async_load(q2_desc, [batch, head, row + 64 * c, D1], q_full.index(place), q2_smem.index(place * WG + c))
+
+
+@gluon.jit
 def dflash2_produce(
     q1_desc, q2_desc, k1_desc, k2_desc, v1_desc, v2_desc, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem,
     q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
@@ -256,6 +297,7 @@ def dflash2_produce(
     seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right,
     D1: gl.constexpr, D2: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, WG: gl.constexpr,
     HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr, PAGE: gl.constexpr, NUM_RANGES: gl.constexpr, DYNAMIC: gl.constexpr, SPLIT: gl.constexpr, K_AHEAD: gl.constexpr,
+    QBUF: gl.constexpr, Q_EARLY: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = 64 * WG
     THREADS: gl.constexpr = 128 * WG + 32
@@ -285,16 +327,14 @@ def dflash2_produce(
         pages = pages_ptr
         if PAGE > 0:
             pages = pages_ptr + batch.to(gl.int64) * stride_pages
+        if QBUF > 1:  # the other buffer is free by now
+            dflash2_copy_queries(q1_desc, q2_desc, q1_smem, q2_smem, q_full, q_free, anchor, turn, q_batch, head, first_q + first, D1, D2, WG, QBUF, Q_EARLY, STAGES)
         if begin < end:  # K of the first tile may come while the consumers still hold the Q of the work before
             tile = dflash2_tile_number(begin, high_tile, low_tile, sink_tile, NUM_RANGES)
             dflash2_await_slot(anchor, it, FREE, STAGES, THREADS)
             dflash2_copy_keys(k1_desc, k2_desc, k1_smem, k2_smem, k_full, it % STAGES, k_batch, kv_head, first_k, tile, keys, low, sink, pages, N, D1, D2, PAGE, NUM_RANGES)
-        mbarrier.wait(q_free, (turn & 1) ^ 1)
-        mbarrier.expect(q_full, BLOCK_M * (D1 + D2) * 2)
-        for c in gl.static_range(WG):
-            async_load(q1_desc, [q_batch, head, first_q + first + 64 * c, 0], q_full, q1_smem.index(c))
-            if D2 > 0:
-                async_load(q2_desc, [q_batch, head, first_q + first + 64 * c, D1], q_full, q2_smem.index(c))
+        if QBUF == 1:
+            dflash2_copy_queries(q1_desc, q2_desc, q1_smem, q2_smem, q_full, q_free, anchor, turn, q_batch, head, first_q + first, D1, D2, WG, QBUF, Q_EARLY, STAGES)
         t = dflash2_next(t, counter_ptr, DYNAMIC, num_work)
         next_first = -1
         next_batch = 0
@@ -353,16 +393,23 @@ def dflash2_visible(s, tile, last_row, low_row, sink_row, S_LAYOUT: gl.constexpr
 
 
 @gluon.jit
-def dflash2_softmax(s, row_max, scale_log2, cap, N: gl.constexpr, MASKED: gl.constexpr):
+def dflash2_softmax(s, row_max, scale_log2, cap, N: gl.constexpr, MASKED: gl.constexpr, ORDER: gl.constexpr):
     """Probabilities of one tile against the running maximum, the factor for what came before, and sums by lane.
 
     Each lane sums its own columns; the lanes are added up once, after the last tile.
     """
-    new_max = gl.maximum(row_max, gl.max(s, 1))
+    if ORDER & 1:  # four chains of comparisons a row instead of one, which would wait for itself
+        top = gl.max(gl.reshape(s, [64, 2, N // 16, 4, 2]), 2)
+        top = gl.convert_layout(gl.max(gl.max(gl.max(top, 3), 1), 1), row_max.type.layout)
+    else:
+        top = gl.max(s, 1)
+    new_max = gl.maximum(row_max, top)
     shift = new_max * scale_log2
     if MASKED:
         shift = gl.where(new_max == float("-inf"), 0.0, shift)  # -inf - -inf would be NaN
     alpha = gl.exp2(row_max * scale_log2 - shift)
+    if ORDER & 2:  # says that the factor comes before the exponentials, so that the product before is rescaled under them
+        shift = gl.fma(alpha, 0.0, shift)
     p = gl.exp2(s * scale_log2 - shift[:, None])
     return p, new_max, alpha, gl.sum(gl.sum(gl.reshape(p, [64, N // 8, 4, 2]), 3), 1)
 
@@ -385,12 +432,12 @@ def dflash2_clean(v_smem, slot, tile, keys, low, sink, N: gl.constexpr, V: gl.co
 
 @gluon.jit
 def dflash2_fold(
-    acc1, acc2, packed, row_max, row_sum, it, from_i, to_i, C: gl.constexpr, anchor,
-    q1, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, k_full, v_full, keys, low, sink, last_row, low_row, sink_row,
+    acc1, acc2, packed, row_max, row_sum, it, from_i, to_i, last_i, C: gl.constexpr, anchor,
+    q1, q2, k1_smem, k2_smem, v1_smem, v2_smem, k_full, v_full, keys, low, sink, last_row, low_row, sink_row,
     high_tile, low_tile, sink_tile, scale_log2, cap,
     D1: gl.constexpr, D2: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, WG: gl.constexpr,
     HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr, NUM_RANGES: gl.constexpr,
-    TURNS: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr, MASKED: gl.constexpr, DT: gl.constexpr,
+    TURNS: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr, MASKED: gl.constexpr, DT: gl.constexpr, ORDER: gl.constexpr, Q_EARLY: gl.constexpr,
 ):  # fmt: skip
     """Fold tiles from_i .. to_i into the state. The probabilities of the tile before are multiplied with its V while the
     scores of this one are on the way, and the exponentials of this one run while that product does."""
@@ -416,7 +463,7 @@ def dflash2_fold(
             dflash2_sync(anchor, TURN + C, 256)
         s = warpgroup_mma(q1, k1_smem.index(slot).reshape([N, D1]).permute((1, 0)), gl.zeros([64, N], gl.float32, S_LAYOUT), use_acc=False, is_async=True)
         if D2 > 0:
-            s = warpgroup_mma(q2_smem.index(C).reshape([64, D2]), k2_smem.index(slot).reshape([N, D2]).permute((1, 0)), s, is_async=True)
+            s = warpgroup_mma(q2, k2_smem.index(slot).reshape([N, D2]).permute((1, 0)), s, is_async=True)
         mbarrier.wait(v_full.index(v_slot), v_phase)
         acc1 = warpgroup_mma(dflash2_unpack(packed, N, DT, P_LAYOUT), v1_smem.index(v_slot).reshape([N, V1]), acc1, is_async=True)
         if V2 > 0:
@@ -424,14 +471,19 @@ def dflash2_fold(
         if TURNS:
             dflash2_arrive(anchor, TURN + (C + 1) % WG, 256)
         s = warpgroup_mma_wait(2 if V2 > 0 else 1, [s])
-        dflash2_arrive(anchor, FREE + slot, THREADS)
+        if ORDER & 12 == 0:
+            dflash2_arrive(anchor, FREE + slot, THREADS)
+        if Q_EARLY:
+            dflash2_arrive_if(anchor, i == last_i, FREE + 2 * STAGES, THREADS)
         if NEGATIVE:
             s = -s
         if CAP:
             s = cap * dflash2_tanh(s * scale_log2)
         if MASKED:
             s = dflash2_visible(s, tile, last_row, low_row, sink_row, S_LAYOUT, N, NUM_RANGES)
-        p, row_max, alpha, part = dflash2_softmax(s, row_max, 1.0 if CAP else scale_log2, cap, N, MASKED)
+        p, row_max, alpha, part = dflash2_softmax(s, row_max, 1.0 if CAP else scale_log2, cap, N, MASKED, ORDER)
+        if ORDER & 12 != 0:
+            dflash2_arrive_after(part, FREE + slot, THREADS, 2 if ORDER & 8 else 1)
         if V2 > 0:
             acc1, acc2, packed = warpgroup_mma_wait(0, [acc1, acc2, packed])
         else:
@@ -449,12 +501,12 @@ def dflash2_fold(
 def dflash2_consume(
     C: gl.constexpr, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, o1_smem, o2_smem, o1_desc, o2_desc,
     q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
-    out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_lse,
+    out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_ob, stride_lse,
     seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
     D1: gl.constexpr, D2: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr, HEAD_V: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, WG: gl.constexpr,
     HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr, PAGE: gl.constexpr, NUM_RANGES: gl.constexpr, DYNAMIC: gl.constexpr,
     TURNS: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, SPLIT: gl.constexpr,
-    O_IN_Q: gl.constexpr, DT: gl.constexpr,
+    O_IN_Q: gl.constexpr, DT: gl.constexpr, QBUF: gl.constexpr, DIRECT: gl.constexpr, Q_EARLY: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = 64 * WG
     THREADS: gl.constexpr = 128 * WG + 32
@@ -465,8 +517,8 @@ def dflash2_consume(
     P2_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O2_LAYOUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     CLEAN: gl.constexpr = RAGGED or NUM_RANGES > 0
+    Q_FREE_LAST: gl.constexpr = O_IN_Q and not (DIRECT or RAGGED or SPLIT)  # Q's memory takes the output
     anchor = gl.full([128], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-    q1 = q1_smem.index(C).reshape([64, D1])
     it = 0
     turn = 0
     if TURNS and C == WG - 1:
@@ -514,7 +566,10 @@ def dflash2_consume(
         row_sum = gl.sum(gl.sum(gl.reshape(gl.zeros([64, N], gl.float32, S_LAYOUT), [64, N // 8, 4, 2]), 3), 1)
         acc1 = gl.zeros([64, V1], gl.float32, O1_LAYOUT)
         acc2 = gl.zeros([64, V2 if V2 > 0 else 16], gl.float32, O2_LAYOUT)
-        mbarrier.wait(q_full, turn & 1)
+        q_place = turn % QBUF
+        q1 = q1_smem.index(q_place * WG + C).reshape([64, D1])
+        q2 = q2_smem.index(q_place * WG + C).reshape([64, D2 if D2 > 0 else D1])
+        mbarrier.wait(q_full.index(q_place), (turn // QBUF) & 1)
         if HAS_RIGHT and NUM_RANGES == 0:  # the first tiles may lie wholly to the right of this group's rows
             seen = gl.cdiv(gl.maximum(0, gl.minimum(keys, mine + 63 + past + right + 1)), N)
             dead = gl.minimum(high_tile - seen, end)
@@ -537,41 +592,43 @@ def dflash2_consume(
             mbarrier.wait(k_full.index(slot), (it // STAGES) & 1)
             s = warpgroup_mma(q1, k1_smem.index(slot).reshape([N, D1]).permute((1, 0)), gl.zeros([64, N], gl.float32, S_LAYOUT), use_acc=False, is_async=True)
             if D2 > 0:
-                s = warpgroup_mma(q2_smem.index(C).reshape([64, D2]), k2_smem.index(slot).reshape([N, D2]).permute((1, 0)), s, is_async=True)
+                s = warpgroup_mma(q2, k2_smem.index(slot).reshape([N, D2]).permute((1, 0)), s, is_async=True)
             s = warpgroup_mma_wait(0, [s])
             dflash2_arrive(anchor, FREE + slot, THREADS)
+            if Q_EARLY:
+                dflash2_arrive_if(anchor, begin + 1 == end, FREE + 2 * STAGES, THREADS)
             if NEGATIVE:
                 s = -s
             if CAP:
                 s = cap * dflash2_tanh(s * scale_log2)
             s = dflash2_visible(s, tile, last_row, low_row, sink_row, S_LAYOUT, N, NUM_RANGES)
-            p, row_max, alpha, row_sum = dflash2_softmax(s, row_max, 1.0 if CAP else scale_log2, cap, N, True)
+            p, row_max, alpha, row_sum = dflash2_softmax(s, row_max, 1.0 if CAP else scale_log2, cap, N, True, ORDER & 1)
             packed = dflash2_pack(p, N, DT)
 
             acc1, acc2, packed, row_max, row_sum, it = dflash2_fold(
-                acc1, acc2, packed, row_max, row_sum, it, begin + 1, masked, C, anchor,
-                q1, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, k_full, v_full, keys, low, sink, last_row, low_row, sink_row,
+                acc1, acc2, packed, row_max, row_sum, it, begin + 1, masked, end - 1, C, anchor,
+                q1, q2, k1_smem, k2_smem, v1_smem, v2_smem, k_full, v_full, keys, low, sink, last_row, low_row, sink_row,
                 high_tile, low_tile, sink_tile, scale_log2, cap,
-                D1, D2, V1, V2, N, STAGES, WG, HAS_RIGHT, RAGGED, NUM_RANGES, TURNS, CAP, NEGATIVE, True, DT,
+                D1, D2, V1, V2, N, STAGES, WG, HAS_RIGHT, RAGGED, NUM_RANGES, TURNS, CAP, NEGATIVE, True, DT, ORDER, Q_EARLY,
             )  # fmt: skip
             if CLEAN:
                 tile = dflash2_tile_number(masked - 1, high_tile, low_tile, sink_tile, NUM_RANGES)
                 dflash2_clean_if_edge(v1_smem, v2_smem, v_full, it, tile, keys, low, sink, N, V1, V2, STAGES, NUM_RANGES)
             acc1, acc2, packed, row_max, row_sum, it = dflash2_fold(
-                acc1, acc2, packed, row_max, row_sum, it, masked, full, C, anchor,
-                q1, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, k_full, v_full, keys, low, sink, last_row, low_row, sink_row,
+                acc1, acc2, packed, row_max, row_sum, it, masked, full, end - 1, C, anchor,
+                q1, q2, k1_smem, k2_smem, v1_smem, v2_smem, k_full, v_full, keys, low, sink, last_row, low_row, sink_row,
                 high_tile, low_tile, sink_tile, scale_log2, cap,
-                D1, D2, V1, V2, N, STAGES, WG, HAS_RIGHT, RAGGED, NUM_RANGES, TURNS, CAP, NEGATIVE, False, DT,
+                D1, D2, V1, V2, N, STAGES, WG, HAS_RIGHT, RAGGED, NUM_RANGES, TURNS, CAP, NEGATIVE, False, DT, ORDER, Q_EARLY,
             )  # fmt: skip
             if NUM_RANGES > 0:
                 acc1, acc2, packed, row_max, row_sum, it = dflash2_fold(
-                    acc1, acc2, packed, row_max, row_sum, it, full, end, C, anchor,
-                    q1, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, k_full, v_full, keys, low, sink, last_row, low_row, sink_row,
+                    acc1, acc2, packed, row_max, row_sum, it, full, end, end - 1, C, anchor,
+                    q1, q2, k1_smem, k2_smem, v1_smem, v2_smem, k_full, v_full, keys, low, sink, last_row, low_row, sink_row,
                     high_tile, low_tile, sink_tile, scale_log2, cap,
-                    D1, D2, V1, V2, N, STAGES, WG, HAS_RIGHT, RAGGED, NUM_RANGES, TURNS, CAP, NEGATIVE, True, DT,
+                    D1, D2, V1, V2, N, STAGES, WG, HAS_RIGHT, RAGGED, NUM_RANGES, TURNS, CAP, NEGATIVE, True, DT, ORDER, Q_EARLY,
                 )  # fmt: skip
-            if not O_IN_Q:
-                mbarrier.arrive(q_free)
+            if not Q_FREE_LAST and not Q_EARLY:
+                mbarrier.arrive(q_free.index(q_place))
             if CLEAN:
                 last = dflash2_tile_number(end - 1, high_tile, low_tile, sink_tile, NUM_RANGES)
                 dflash2_clean_if_edge(v1_smem, v2_smem, v_full, it, last, keys, low, sink, N, V1, V2, STAGES, NUM_RANGES)
@@ -586,8 +643,10 @@ def dflash2_consume(
                 acc1, packed = warpgroup_mma_wait(0, [acc1, packed])
             dflash2_arrive(anchor, FREE + STAGES + v_slot, THREADS)
         else:
-            if not O_IN_Q:
-                mbarrier.arrive(q_free)
+            if Q_EARLY:
+                dflash2_arrive(anchor, FREE + 2 * STAGES, THREADS)
+            elif not Q_FREE_LAST:
+                mbarrier.arrive(q_free.index(q_place))
 
         place = turn % PLACES
         batch = dflash2_field(work_smem, place, 1)
@@ -621,12 +680,10 @@ def dflash2_consume(
             if SPLIT:
                 lse_place += split.to(gl.int64) * num_heads * (1 if RAGGED else num_seqs) * stride_lse
             gl.store(lse_ptr + head.to(gl.int64) * stride_lse + lse_place, lse, mask=row < rows)
-        if RAGGED or SPLIT:
-            dflash2_store(acc1, out_ptr, batch, head, first_q, mine, rows, split, num_seqs, num_heads, seqlen_q, stride_om, stride_oh, 0, O1_LAYOUT, V1, HEAD_V, RAGGED, SPLIT)
+        if RAGGED or SPLIT or DIRECT:
+            dflash2_store(acc1, out_ptr, batch, head, first_q, mine, rows, split, num_seqs, num_heads, seqlen_q, stride_om, stride_oh, stride_ob, 0, O1_LAYOUT, V1, HEAD_V, RAGGED, SPLIT)
             if V2 > 0:
-                dflash2_store(acc2, out_ptr, batch, head, first_q, mine, rows, split, num_seqs, num_heads, seqlen_q, stride_om, stride_oh, V1, O2_LAYOUT, V2, HEAD_V, RAGGED, SPLIT)
-            if O_IN_Q:
-                mbarrier.arrive(q_free)
+                dflash2_store(acc2, out_ptr, batch, head, first_q, mine, rows, split, num_seqs, num_heads, seqlen_q, stride_om, stride_oh, stride_ob, V1, O2_LAYOUT, V2, HEAD_V, RAGGED, SPLIT)
         else:
             o1 = o1_smem.index(C)
             o2 = o2_smem.index(C)
@@ -641,7 +698,7 @@ def dflash2_consume(
                 async_store(o2_desc, [batch, head, mine, V1], o2)
             if O_IN_Q:
                 tma.store_wait(0)
-                mbarrier.arrive(q_free)
+                mbarrier.arrive(q_free.index(q_place))
         mbarrier.arrive(work_free.index(place))
         turn += 1
         first, rows, keys = dflash2_receive(work_smem, work_full, turn)
@@ -670,23 +727,30 @@ def dflash2_clean_if_edge(v1_smem, v2_smem, v_full, it, tile, keys, low, sink, N
 
 @gluon.jit
 def dflash2_store(
-    acc, out_ptr, batch, head, first_q, mine, rows, split, num_seqs, num_heads, seqlen_q, stride_om, stride_oh,
+    acc, out_ptr, batch, head, first_q, mine, rows, split, num_seqs, num_heads, seqlen_q, stride_om, stride_oh, stride_ob,
     COLUMN: gl.constexpr, LAYOUT: gl.constexpr, V: gl.constexpr, HEAD_V: gl.constexpr, RAGGED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Store rows that a copy of a whole tile would run over: a ragged end, or a float32 partial result."""
     row = mine + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     column = COLUMN + gl.arange(0, V, gl.SliceLayout(0, LAYOUT))
+    if not RAGGED and not SPLIT:  # ``supports_prefill`` asks for it
+        stride_om = gl.multiple_of(stride_om, 8)
+        stride_oh = gl.multiple_of(stride_oh, 8)
+        stride_ob = gl.multiple_of(stride_ob, 8)
     if RAGGED:
         place = (first_q + row).to(gl.int64) * stride_om + head.to(gl.int64) * stride_oh
         if SPLIT:
             place += split.to(gl.int64) * num_heads * stride_oh
     else:
-        place = row.to(gl.int64) * stride_om + ((split.to(gl.int64) * num_seqs + batch) * num_heads + head) * stride_oh
-    gl.store(out_ptr + place[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=(row < rows)[:, None] & (column < HEAD_V)[None, :])
+        place = row.to(gl.int64) * stride_om + (split.to(gl.int64) * num_seqs + batch) * stride_ob + head.to(gl.int64) * stride_oh
+    seen = (row < rows)[:, None]
+    if COLUMN + V > HEAD_V:
+        seen = seen & (column < HEAD_V)[None, :]
+    gl.store(out_ptr + place[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=seen)
 
 
 PLAIN = (  # lengths and strides: values, never reasons to compile again
-    "stride_om", "stride_oh", "stride_lse", "stride_pages", "seqlen_q", "seqlen_k", "num_heads", "group_size", "num_seqs",
+    "stride_om", "stride_oh", "stride_ob", "stride_lse", "stride_pages", "seqlen_q", "seqlen_k", "num_heads", "group_size", "num_seqs",
     "num_m", "section", "num_splits", "num_work", "right",
 )  # fmt: skip
 
@@ -695,41 +759,43 @@ PLAIN = (  # lengths and strides: values, never reasons to compile again
 def dflash2_prefill_hopper(
     q1_desc, q2_desc, k1_desc, k2_desc, v1_desc, v2_desc, o1_desc, o2_desc,
     out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, pages_ptr, table_ptr, counter_ptr,
-    stride_om, stride_oh, stride_lse, stride_pages,
+    stride_om, stride_oh, stride_ob, stride_lse, stride_pages,
     seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
     D1: gl.constexpr, D2: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr, HEAD_V: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, WG: gl.constexpr,
     HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr, PAGE: gl.constexpr, NUM_RANGES: gl.constexpr, DYNAMIC: gl.constexpr,
     TURNS: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, SPLIT: gl.constexpr,
     O_IN_Q: gl.constexpr, DT: gl.constexpr, K_AHEAD: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    QBUF: gl.constexpr = 1, DIRECT: gl.constexpr = False, Q_EARLY: gl.constexpr = False, ORDER: gl.constexpr = 0,
 ):  # fmt: skip
     """Attention of all rows; persistent: a grid of at most one program per SM walks ``num_work`` tiles."""
-    q1_smem = gl.allocate_shared_memory(DT, [WG, 1, 1, 64, D1], q1_desc.layout)
+    q1_smem = gl.allocate_shared_memory(DT, [QBUF * WG, 1, 1, 64, D1], q1_desc.layout)
     k1_smem = gl.allocate_shared_memory(DT, [STAGES, 1, 1, N, D1], k1_desc.layout)
     v1_smem = gl.allocate_shared_memory(DT, [STAGES, 1, 1, N, V1], v1_desc.layout)
     q2_smem = q1_smem
     k2_smem = k1_smem
     v2_smem = v1_smem
     if D2 > 0:
-        q2_smem = gl.allocate_shared_memory(DT, [WG, 1, 1, 64, D2], q2_desc.layout)
+        q2_smem = gl.allocate_shared_memory(DT, [QBUF * WG, 1, 1, 64, D2], q2_desc.layout)
         k2_smem = gl.allocate_shared_memory(DT, [STAGES, 1, 1, N, D2], k2_desc.layout)
     if V2 > 0:
         v2_smem = gl.allocate_shared_memory(DT, [STAGES, 1, 1, N, V2], v2_desc.layout)
     o1_smem = q1_smem
     o2_smem = q2_smem
-    if not O_IN_Q:
+    if not O_IN_Q and not DIRECT:
         o1_smem = gl.allocate_shared_memory(DT, [WG, 1, 1, 64, V1], o1_desc.layout)
         if V2 > 0:
             o2_smem = gl.allocate_shared_memory(DT, [WG, 1, 1, 64, V2], o2_desc.layout)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    q_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    q_full = gl.allocate_shared_memory(gl.int64, [QBUF, 1], BAR)
+    q_free = gl.allocate_shared_memory(gl.int64, [QBUF, 1], BAR)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     work_full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BAR)
     work_free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BAR)
     work_smem = gl.allocate_shared_memory(gl.int32, [8 * PLACES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_free, count=WG)
+    for i in gl.static_range(QBUF):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_free.index(i), count=WG)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
@@ -741,45 +807,45 @@ def dflash2_prefill_hopper(
         gl.warp_specialize([  # the tuples stand here in full: a variable would turn their constants into values
             (dflash2_consume, (0, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, o1_smem, o2_smem, o1_desc, o2_desc,
                 q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
-                out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_lse,
+                out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_ob, stride_lse,
                 seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
                 D1, D2, V1, V2, HEAD_V, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC,
-                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT)),
+                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, ORDER)),
             (dflash2_consume, (1, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, o1_smem, o2_smem, o1_desc, o2_desc,
                 q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
-                out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_lse,
+                out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_ob, stride_lse,
                 seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
                 D1, D2, V1, V2, HEAD_V, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC,
-                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT)),
+                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, ORDER)),
             (dflash2_consume, (2, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, o1_smem, o2_smem, o1_desc, o2_desc,
                 q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
-                out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_lse,
+                out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_ob, stride_lse,
                 seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
                 D1, D2, V1, V2, HEAD_V, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC,
-                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT)),
+                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, ORDER)),
             (dflash2_produce, (q1_desc, q2_desc, k1_desc, k2_desc, v1_desc, v2_desc, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem,
                 q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
                 cu_q_ptr, cu_k_ptr, seq_lens_ptr, pages_ptr, table_ptr, counter_ptr, stride_pages,
                 seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right,
-                D1, D2, V1, V2, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC, SPLIT, K_AHEAD)),
+                D1, D2, V1, V2, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC, SPLIT, K_AHEAD, QBUF, Q_EARLY)),
         ], [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
     else:
         gl.warp_specialize([  # the tuples stand here in full: a variable would turn their constants into values
             (dflash2_consume, (0, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, o1_smem, o2_smem, o1_desc, o2_desc,
                 q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
-                out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_lse,
+                out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_ob, stride_lse,
                 seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
                 D1, D2, V1, V2, HEAD_V, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC,
-                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT)),
+                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, ORDER)),
             (dflash2_consume, (1, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, o1_smem, o2_smem, o1_desc, o2_desc,
                 q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
-                out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_lse,
+                out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_ob, stride_lse,
                 seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
                 D1, D2, V1, V2, HEAD_V, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC,
-                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT)),
+                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, ORDER)),
             (dflash2_produce, (q1_desc, q2_desc, k1_desc, k2_desc, v1_desc, v2_desc, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem,
                 q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
                 cu_q_ptr, cu_k_ptr, seq_lens_ptr, pages_ptr, table_ptr, counter_ptr, stride_pages,
                 seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right,
-                D1, D2, V1, V2, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC, SPLIT, K_AHEAD)),
+                D1, D2, V1, V2, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC, SPLIT, K_AHEAD, QBUF, Q_EARLY)),
         ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
