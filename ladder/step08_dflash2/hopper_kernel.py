@@ -206,6 +206,24 @@ def dflash2_next(t, counter_ptr, DYNAMIC: gl.constexpr, num_work):
 
 
 @gluon.jit
+def dflash2_draw(counter_ptr):
+    """Ask for the next number of the counter: the first lane of a warp does, and nothing waits for it before it is read."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    # One address a lane: ptxas would add up the lanes of one address, and wait for the result at once.
+    return gl.atomic_add(counter_ptr + lane, lane * 0 + 1, mask=lane == 0, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
+def dflash2_drawn(numbers, counter_ptr, num_work):
+    """The work item that ``dflash2_draw`` asked for."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    ticket = gl.sum(gl.where(lane == 0, numbers, 0), 0)
+    if ticket == num_work - 1:
+        gl.store(counter_ptr, 0)
+    return ticket + gl.num_programs(0)
+
+
+@gluon.jit
 def dflash2_publish(work_smem, work_full, work_free, turn, first, batch, head, rows, first_q, keys, first_k, split):
     """Tell the consumers their next work, one field a word: they would spend the divisions that find it between tiles."""
     place = turn % PLACES
@@ -297,7 +315,7 @@ def dflash2_produce(
     seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right,
     D1: gl.constexpr, D2: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, WG: gl.constexpr,
     HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr, PAGE: gl.constexpr, NUM_RANGES: gl.constexpr, DYNAMIC: gl.constexpr, SPLIT: gl.constexpr, K_AHEAD: gl.constexpr,
-    QBUF: gl.constexpr, Q_EARLY: gl.constexpr,
+    QBUF: gl.constexpr, Q_EARLY: gl.constexpr, DRAW_EARLY: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = 64 * WG
     THREADS: gl.constexpr = 128 * WG + 32
@@ -327,6 +345,8 @@ def dflash2_produce(
         pages = pages_ptr
         if PAGE > 0:
             pages = pages_ptr + batch.to(gl.int64) * stride_pages
+        if DYNAMIC and DRAW_EARLY:
+            numbers = dflash2_draw(counter_ptr)
         if QBUF > 1:  # the other buffer is free by now
             dflash2_copy_queries(q1_desc, q2_desc, q1_smem, q2_smem, q_full, q_free, anchor, turn, q_batch, head, first_q + first, D1, D2, WG, QBUF, Q_EARLY, STAGES)
         if begin < end:  # K of the first tile may come while the consumers still hold the Q of the work before
@@ -335,7 +355,10 @@ def dflash2_produce(
             dflash2_copy_keys(k1_desc, k2_desc, k1_smem, k2_smem, k_full, it % STAGES, k_batch, kv_head, first_k, tile, keys, low, sink, pages, N, D1, D2, PAGE, NUM_RANGES)
         if QBUF == 1:
             dflash2_copy_queries(q1_desc, q2_desc, q1_smem, q2_smem, q_full, q_free, anchor, turn, q_batch, head, first_q + first, D1, D2, WG, QBUF, Q_EARLY, STAGES)
-        t = dflash2_next(t, counter_ptr, DYNAMIC, num_work)
+        if DYNAMIC and DRAW_EARLY:
+            t = dflash2_drawn(numbers, counter_ptr, num_work)
+        else:
+            t = dflash2_next(t, counter_ptr, DYNAMIC, num_work)
         next_first = -1
         next_batch = 0
         next_head = 0
@@ -507,6 +530,7 @@ def dflash2_consume(
     HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr, PAGE: gl.constexpr, NUM_RANGES: gl.constexpr, DYNAMIC: gl.constexpr,
     TURNS: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, SPLIT: gl.constexpr,
     O_IN_Q: gl.constexpr, DT: gl.constexpr, QBUF: gl.constexpr, DIRECT: gl.constexpr, Q_EARLY: gl.constexpr, ORDER: gl.constexpr,
+    STAGGER: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = 64 * WG
     THREADS: gl.constexpr = 128 * WG + 32
@@ -590,9 +614,13 @@ def dflash2_consume(
             tile = dflash2_tile_number(begin, high_tile, low_tile, sink_tile, NUM_RANGES)
             slot = it % STAGES
             mbarrier.wait(k_full.index(slot), (it // STAGES) & 1)
+            if STAGGER and C > 0:  # the groups start one after another, or all would do their first exponentials at once
+                dflash2_sync(anchor, TURN + 2, 256)
             s = warpgroup_mma(q1, k1_smem.index(slot).reshape([N, D1]).permute((1, 0)), gl.zeros([64, N], gl.float32, S_LAYOUT), use_acc=False, is_async=True)
             if D2 > 0:
                 s = warpgroup_mma(q2, k2_smem.index(slot).reshape([N, D2]).permute((1, 0)), s, is_async=True)
+            if STAGGER and C == 0:
+                dflash2_arrive(anchor, TURN + 2, 256)
             s = warpgroup_mma_wait(0, [s])
             dflash2_arrive(anchor, FREE + slot, THREADS)
             if Q_EARLY:
@@ -643,6 +671,10 @@ def dflash2_consume(
                 acc1, packed = warpgroup_mma_wait(0, [acc1, packed])
             dflash2_arrive(anchor, FREE + STAGES + v_slot, THREADS)
         else:
+            if STAGGER and C == 0:
+                dflash2_arrive(anchor, TURN + 2, 256)
+            if STAGGER and C > 0:
+                dflash2_sync(anchor, TURN + 2, 256)
             if Q_EARLY:
                 dflash2_arrive(anchor, FREE + 2 * STAGES, THREADS)
             elif not Q_FREE_LAST:
@@ -733,16 +765,14 @@ def dflash2_store(
     """Store rows that a copy of a whole tile would run over: a ragged end, or a float32 partial result."""
     row = mine + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     column = COLUMN + gl.arange(0, V, gl.SliceLayout(0, LAYOUT))
-    if not RAGGED and not SPLIT:  # ``supports_prefill`` asks for it
-        stride_om = gl.multiple_of(stride_om, 8)
-        stride_oh = gl.multiple_of(stride_oh, 8)
-        stride_ob = gl.multiple_of(stride_ob, 8)
     if RAGGED:
         place = (first_q + row).to(gl.int64) * stride_om + head.to(gl.int64) * stride_oh
         if SPLIT:
             place += split.to(gl.int64) * num_heads * stride_oh
     else:
         place = row.to(gl.int64) * stride_om + (split.to(gl.int64) * num_seqs + batch) * stride_ob + head.to(gl.int64) * stride_oh
+    if not SPLIT:
+        place = gl.multiple_of(place, 8)  # ``supports_prefill`` asks for it
     seen = (row < rows)[:, None]
     if COLUMN + V > HEAD_V:
         seen = seen & (column < HEAD_V)[None, :]
@@ -766,6 +796,7 @@ def dflash2_prefill_hopper(
     TURNS: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, SPLIT: gl.constexpr,
     O_IN_Q: gl.constexpr, DT: gl.constexpr, K_AHEAD: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
     QBUF: gl.constexpr = 1, DIRECT: gl.constexpr = False, Q_EARLY: gl.constexpr = False, ORDER: gl.constexpr = 0,
+    DRAW_EARLY: gl.constexpr = False, STAGGER: gl.constexpr = False,
 ):  # fmt: skip
     """Attention of all rows; persistent: a grid of at most one program per SM walks ``num_work`` tiles."""
     q1_smem = gl.allocate_shared_memory(DT, [QBUF * WG, 1, 1, 64, D1], q1_desc.layout)
@@ -810,24 +841,24 @@ def dflash2_prefill_hopper(
                 out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_ob, stride_lse,
                 seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
                 D1, D2, V1, V2, HEAD_V, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC,
-                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, ORDER)),
+                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, ORDER, STAGGER)),
             (dflash2_consume, (1, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, o1_smem, o2_smem, o1_desc, o2_desc,
                 q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
                 out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_ob, stride_lse,
                 seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
                 D1, D2, V1, V2, HEAD_V, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC,
-                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, ORDER)),
+                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, ORDER, STAGGER)),
             (dflash2_consume, (2, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, o1_smem, o2_smem, o1_desc, o2_desc,
                 q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
                 out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_ob, stride_lse,
                 seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
                 D1, D2, V1, V2, HEAD_V, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC,
-                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, ORDER)),
+                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, ORDER, STAGGER)),
             (dflash2_produce, (q1_desc, q2_desc, k1_desc, k2_desc, v1_desc, v2_desc, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem,
                 q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
                 cu_q_ptr, cu_k_ptr, seq_lens_ptr, pages_ptr, table_ptr, counter_ptr, stride_pages,
                 seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right,
-                D1, D2, V1, V2, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC, SPLIT, K_AHEAD, QBUF, Q_EARLY)),
+                D1, D2, V1, V2, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC, SPLIT, K_AHEAD, QBUF, Q_EARLY, DRAW_EARLY)),
         ], [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
     else:
         gl.warp_specialize([  # the tuples stand here in full: a variable would turn their constants into values
@@ -836,16 +867,16 @@ def dflash2_prefill_hopper(
                 out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_ob, stride_lse,
                 seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
                 D1, D2, V1, V2, HEAD_V, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC,
-                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, ORDER)),
+                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, ORDER, STAGGER)),
             (dflash2_consume, (1, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, o1_smem, o2_smem, o1_desc, o2_desc,
                 q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
                 out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_ob, stride_lse,
                 seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
                 D1, D2, V1, V2, HEAD_V, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC,
-                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, ORDER)),
+                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, ORDER, STAGGER)),
             (dflash2_produce, (q1_desc, q2_desc, k1_desc, k2_desc, v1_desc, v2_desc, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem,
                 q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
                 cu_q_ptr, cu_k_ptr, seq_lens_ptr, pages_ptr, table_ptr, counter_ptr, stride_pages,
                 seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right,
-                D1, D2, V1, V2, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC, SPLIT, K_AHEAD, QBUF, Q_EARLY)),
+                D1, D2, V1, V2, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC, SPLIT, K_AHEAD, QBUF, Q_EARLY, DRAW_EARLY)),
         ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
