@@ -487,11 +487,13 @@ def dflash2_fold(
         s = warpgroup_mma(q1, k1_smem.index(slot).reshape([N, D1]).permute((1, 0)), gl.zeros([64, N], gl.float32, S_LAYOUT), use_acc=False, is_async=True)
         if D2 > 0:
             s = warpgroup_mma(q2, k2_smem.index(slot).reshape([N, D2]).permute((1, 0)), s, is_async=True)
+        if TURNS and ORDER & 16 != 0:  # the next group's scores may fill the gaps of this product, which nothing waits for soon
+            dflash2_arrive(anchor, TURN + (C + 1) % WG, 256)
         mbarrier.wait(v_full.index(v_slot), v_phase)
         acc1 = warpgroup_mma(dflash2_unpack(packed, N, DT, P_LAYOUT), v1_smem.index(v_slot).reshape([N, V1]), acc1, is_async=True)
         if V2 > 0:
             acc2 = warpgroup_mma(dflash2_unpack(packed, N, DT, P2_LAYOUT), v2_smem.index(v_slot).reshape([N, V2]), acc2, is_async=True)
-        if TURNS:
+        if TURNS and ORDER & 16 == 0:
             dflash2_arrive(anchor, TURN + (C + 1) % WG, 256)
         s = warpgroup_mma_wait(2 if V2 > 0 else 1, [s])
         if ORDER & 12 == 0:
@@ -614,12 +616,12 @@ def dflash2_consume(
             tile = dflash2_tile_number(begin, high_tile, low_tile, sink_tile, NUM_RANGES)
             slot = it % STAGES
             mbarrier.wait(k_full.index(slot), (it // STAGES) & 1)
-            if STAGGER and C > 0:  # the groups start one after another, or all would do their first exponentials at once
+            if STAGGER and WG == 2 and C > 0:  # the groups start one after another, or all would do their first exponentials at once
                 dflash2_sync(anchor, TURN + 2, 256)
             s = warpgroup_mma(q1, k1_smem.index(slot).reshape([N, D1]).permute((1, 0)), gl.zeros([64, N], gl.float32, S_LAYOUT), use_acc=False, is_async=True)
             if D2 > 0:
                 s = warpgroup_mma(q2, k2_smem.index(slot).reshape([N, D2]).permute((1, 0)), s, is_async=True)
-            if STAGGER and C == 0:
+            if STAGGER and WG == 2 and C == 0:
                 dflash2_arrive(anchor, TURN + 2, 256)
             s = warpgroup_mma_wait(0, [s])
             dflash2_arrive(anchor, FREE + slot, THREADS)
@@ -671,9 +673,9 @@ def dflash2_consume(
                 acc1, packed = warpgroup_mma_wait(0, [acc1, packed])
             dflash2_arrive(anchor, FREE + STAGES + v_slot, THREADS)
         else:
-            if STAGGER and C == 0:
+            if STAGGER and WG == 2 and C == 0:
                 dflash2_arrive(anchor, TURN + 2, 256)
-            if STAGGER and C > 0:
+            if STAGGER and WG == 2 and C > 0:
                 dflash2_sync(anchor, TURN + 2, 256)
             if Q_EARLY:
                 dflash2_arrive(anchor, FREE + 2 * STAGES, THREADS)
