@@ -431,10 +431,21 @@ def dflash2_softmax(s, row_max, scale_log2, cap, N: gl.constexpr, MASKED: gl.con
     if MASKED:
         shift = gl.where(new_max == float("-inf"), 0.0, shift)  # -inf - -inf would be NaN
     alpha = gl.exp2(row_max * scale_log2 - shift)
-    if ORDER & 2:  # says that the factor comes before the exponentials, so that the product before is rescaled under them
-        shift = gl.fma(alpha, 0.0, shift)
-    p = gl.exp2(s * scale_log2 - shift[:, None])
-    return p, new_max, alpha, gl.sum(gl.sum(gl.reshape(p, [64, N // 8, 4, 2]), 3), 1)
+    if ORDER & 32:  # two halves of the columns, between them the factor: the product before is rescaled under the second
+        left, right = gl.split(gl.permute(gl.reshape(s, [64, 2, N // 2]), (0, 2, 1)))
+        first = gl.exp2(left * scale_log2 - gl.convert_layout(shift, gl.SliceLayout(1, left.type.layout))[:, None])
+        part = gl.sum(gl.sum(gl.reshape(first, [64, N // 16, 4, 2]), 3), 1)
+        shift = gl.fma(alpha, 0.0, shift)  # the factor is known before the second half, says this to ptxas
+        second = gl.exp2(right * scale_log2 - gl.convert_layout(shift, gl.SliceLayout(1, right.type.layout))[:, None])
+        p = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), [64, N])
+        more = gl.sum(gl.sum(gl.reshape(second, [64, N // 16, 4, 2]), 3), 1)
+        return gl.convert_layout(p, s.type.layout, assert_trivial=True), new_max, alpha, gl.convert_layout(part, more.type.layout) + more, part
+    else:
+        if ORDER & 2:  # says that the factor comes before the exponentials, so that the product before is rescaled under them
+            shift = gl.fma(alpha, 0.0, shift)
+        p = gl.exp2(s * scale_log2 - shift[:, None])
+        part = gl.sum(gl.sum(gl.reshape(p, [64, N // 8, 4, 2]), 3), 1)
+        return p, new_max, alpha, part, part
 
 
 @gluon.jit
@@ -455,7 +466,7 @@ def dflash2_clean(v_smem, slot, tile, keys, low, sink, N: gl.constexpr, V: gl.co
 
 @gluon.jit
 def dflash2_fold(
-    acc1, acc2, packed, row_max, row_sum, it, from_i, to_i, last_i, C: gl.constexpr, anchor,
+    acc1, acc2, packed, row_max, row_sum, alpha, it, from_i, to_i, last_i, C: gl.constexpr, anchor,
     q1, q2, k1_smem, k2_smem, v1_smem, v2_smem, k_full, v_full, keys, low, sink, last_row, low_row, sink_row,
     high_tile, low_tile, sink_tile, scale_log2, cap,
     D1: gl.constexpr, D2: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, WG: gl.constexpr,
@@ -490,6 +501,13 @@ def dflash2_fold(
         if TURNS and ORDER & 16 != 0:  # the next group's scores may fill the gaps of this product, which nothing waits for soon
             dflash2_arrive(anchor, TURN + (C + 1) % WG, 256)
         mbarrier.wait(v_full.index(v_slot), v_phase)
+        # Behind a wait, which ptxas moves nothing over: the scores' product is issued whole, and these run under it.
+        if ORDER & 64:
+            packed = dflash2_pack(packed, N, DT)
+        if ORDER & 128:
+            acc1 = acc1 * gl.convert_layout(alpha, gl.SliceLayout(1, O1_LAYOUT))[:, None]
+            if V2 > 0:
+                acc2 = acc2 * gl.convert_layout(alpha, gl.SliceLayout(1, O2_LAYOUT))[:, None]
         acc1 = warpgroup_mma(dflash2_unpack(packed, N, DT, P_LAYOUT), v1_smem.index(v_slot).reshape([N, V1]), acc1, is_async=True)
         if V2 > 0:
             acc2 = warpgroup_mma(dflash2_unpack(packed, N, DT, P2_LAYOUT), v2_smem.index(v_slot).reshape([N, V2]), acc2, is_async=True)
@@ -506,20 +524,24 @@ def dflash2_fold(
             s = cap * dflash2_tanh(s * scale_log2)
         if MASKED:
             s = dflash2_visible(s, tile, last_row, low_row, sink_row, S_LAYOUT, N, NUM_RANGES)
-        p, row_max, alpha, part = dflash2_softmax(s, row_max, 1.0 if CAP else scale_log2, cap, N, MASKED, ORDER)
+        p, row_max, alpha, part, early = dflash2_softmax(s, row_max, 1.0 if CAP else scale_log2, cap, N, MASKED, ORDER)
         if ORDER & 12 != 0:
-            dflash2_arrive_after(part, FREE + slot, THREADS, 2 if ORDER & 8 else 1)
+            dflash2_arrive_after(early, FREE + slot, THREADS, 2 if ORDER & 8 else 1)
         if V2 > 0:
             acc1, acc2, packed = warpgroup_mma_wait(0, [acc1, acc2, packed])
         else:
             acc1, packed = warpgroup_mma_wait(0, [acc1, packed])
         dflash2_arrive(anchor, FREE + STAGES + v_slot, THREADS)
-        row_sum = row_sum * gl.convert_layout(alpha, LANES)[:, None] + part
-        acc1 = acc1 * gl.convert_layout(alpha, gl.SliceLayout(1, O1_LAYOUT))[:, None]
-        if V2 > 0:
-            acc2 = acc2 * gl.convert_layout(alpha, gl.SliceLayout(1, O2_LAYOUT))[:, None]
-        packed = dflash2_pack(p, N, DT)
-    return acc1, acc2, packed, row_max, row_sum, it
+        row_sum = row_sum * gl.convert_layout(alpha, LANES)[:, None] + gl.convert_layout(part, row_sum.type.layout)
+        if ORDER & 128 == 0:
+            acc1 = acc1 * gl.convert_layout(alpha, gl.SliceLayout(1, O1_LAYOUT))[:, None]
+            if V2 > 0:
+                acc2 = acc2 * gl.convert_layout(alpha, gl.SliceLayout(1, O2_LAYOUT))[:, None]
+        if ORDER & 64:
+            packed = p
+        else:
+            packed = dflash2_pack(p, N, DT)
+    return acc1, acc2, packed, row_max, row_sum, alpha, it
 
 
 @gluon.jit
@@ -632,11 +654,14 @@ def dflash2_consume(
             if CAP:
                 s = cap * dflash2_tanh(s * scale_log2)
             s = dflash2_visible(s, tile, last_row, low_row, sink_row, S_LAYOUT, N, NUM_RANGES)
-            p, row_max, alpha, row_sum = dflash2_softmax(s, row_max, 1.0 if CAP else scale_log2, cap, N, True, ORDER & 1)
-            packed = dflash2_pack(p, N, DT)
+            p, row_max, alpha, row_sum, early = dflash2_softmax(s, row_max, 1.0 if CAP else scale_log2, cap, N, True, ORDER & 1)
+            if ORDER & 64:
+                packed = p
+            else:
+                packed = dflash2_pack(p, N, DT)
 
-            acc1, acc2, packed, row_max, row_sum, it = dflash2_fold(
-                acc1, acc2, packed, row_max, row_sum, it, begin + 1, masked, end - 1, C, anchor,
+            acc1, acc2, packed, row_max, row_sum, alpha, it = dflash2_fold(
+                acc1, acc2, packed, row_max, row_sum, alpha, it, begin + 1, masked, end - 1, C, anchor,
                 q1, q2, k1_smem, k2_smem, v1_smem, v2_smem, k_full, v_full, keys, low, sink, last_row, low_row, sink_row,
                 high_tile, low_tile, sink_tile, scale_log2, cap,
                 D1, D2, V1, V2, N, STAGES, WG, HAS_RIGHT, RAGGED, NUM_RANGES, TURNS, CAP, NEGATIVE, True, DT, ORDER, Q_EARLY,
@@ -644,15 +669,15 @@ def dflash2_consume(
             if CLEAN:
                 tile = dflash2_tile_number(masked - 1, high_tile, low_tile, sink_tile, NUM_RANGES)
                 dflash2_clean_if_edge(v1_smem, v2_smem, v_full, it, tile, keys, low, sink, N, V1, V2, STAGES, NUM_RANGES)
-            acc1, acc2, packed, row_max, row_sum, it = dflash2_fold(
-                acc1, acc2, packed, row_max, row_sum, it, masked, full, end - 1, C, anchor,
+            acc1, acc2, packed, row_max, row_sum, alpha, it = dflash2_fold(
+                acc1, acc2, packed, row_max, row_sum, alpha, it, masked, full, end - 1, C, anchor,
                 q1, q2, k1_smem, k2_smem, v1_smem, v2_smem, k_full, v_full, keys, low, sink, last_row, low_row, sink_row,
                 high_tile, low_tile, sink_tile, scale_log2, cap,
                 D1, D2, V1, V2, N, STAGES, WG, HAS_RIGHT, RAGGED, NUM_RANGES, TURNS, CAP, NEGATIVE, False, DT, ORDER, Q_EARLY,
             )  # fmt: skip
             if NUM_RANGES > 0:
-                acc1, acc2, packed, row_max, row_sum, it = dflash2_fold(
-                    acc1, acc2, packed, row_max, row_sum, it, full, end, end - 1, C, anchor,
+                acc1, acc2, packed, row_max, row_sum, alpha, it = dflash2_fold(
+                    acc1, acc2, packed, row_max, row_sum, alpha, it, full, end, end - 1, C, anchor,
                     q1, q2, k1_smem, k2_smem, v1_smem, v2_smem, k_full, v_full, keys, low, sink, last_row, low_row, sink_row,
                     high_tile, low_tile, sink_tile, scale_log2, cap,
                     D1, D2, V1, V2, N, STAGES, WG, HAS_RIGHT, RAGGED, NUM_RANGES, TURNS, CAP, NEGATIVE, True, DT, ORDER, Q_EARLY,
@@ -662,6 +687,12 @@ def dflash2_consume(
             if CLEAN:
                 last = dflash2_tile_number(end - 1, high_tile, low_tile, sink_tile, NUM_RANGES)
                 dflash2_clean_if_edge(v1_smem, v2_smem, v_full, it, last, keys, low, sink, N, V1, V2, STAGES, NUM_RANGES)
+            if ORDER & 64:
+                packed = dflash2_pack(packed, N, DT)
+            if ORDER & 128:
+                acc1 = acc1 * gl.convert_layout(alpha, gl.SliceLayout(1, O1_LAYOUT))[:, None]
+                if V2 > 0:
+                    acc2 = acc2 * gl.convert_layout(alpha, gl.SliceLayout(1, O2_LAYOUT))[:, None]
             v_slot = it % STAGES
             mbarrier.wait(v_full.index(v_slot), (it // STAGES) & 1)
             it += 1
