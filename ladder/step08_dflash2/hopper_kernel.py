@@ -5,6 +5,7 @@ each and take turns: while one fills the tensor cores, another does its exponent
 """
 
 from triton.experimental import gluon
+from triton.experimental.gluon import constexpr_function
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
@@ -769,7 +770,8 @@ def dflash2_consume(
                 high_tile, low_tile, sink_tile, scale_log2, cap, D1, D2, V1, V2, N, COLUMNS, STAGES, WG,
                 CLEAN, NUM_RANGES, ALIGNED, TURNS, CAP, NEGATIVE, DT, CHAINS, HALVES, Q_EARLY,
             )  # fmt: skip
-            mbarrier.arrive(q_free.index(q_place))
+            if not Q_EARLY:
+                mbarrier.arrive(q_free.index(q_place))
             first, rows, keys = dflash2_receive(work_smem, work_full, turn + 1)
             v_slot = it % STAGES
             v_phase = (it // STAGES) & 1
@@ -782,15 +784,22 @@ def dflash2_consume(
                     it = dflash2_leave(it, begin, dead, end, C, anchor, k_full, v_full, STAGES, WG, TURNS, THREADS)
                 slot = it % STAGES
                 next_place = (turn + 1) % QBUF
+                if Q_EARLY:  # the next Q may still be on its way
+                    mbarrier.wait(v_full.index(v_slot), v_phase)
+                    acc1, acc2 = dflash2_multiply(acc1, acc2, packed, v1_smem, v2_smem, v_slot, V1, V2, N, N, DT)
                 mbarrier.wait(q_full.index(next_place), ((turn + 1) // QBUF) & 1)
                 mbarrier.wait(k_full.index(slot), (it // STAGES) & 1)
                 s = dflash2_scores(
                     q1_smem.index(next_place * WG + C).reshape([64, D1]), q2_smem.index(next_place * WG + C).reshape([64, D2 if D2 > 0 else D1]),
                     k1_smem, k2_smem, slot, D1, D2, N, COLUMNS,
                 )  # fmt: skip
-                mbarrier.wait(v_full.index(v_slot), v_phase)
-                acc1, acc2 = dflash2_multiply(acc1, acc2, packed, v1_smem, v2_smem, v_slot, V1, V2, N, N, DT)
-                s = warpgroup_mma_wait(2 if V2 > 0 else 1, [s])
+                if Q_EARLY:
+                    s = warpgroup_mma_wait(0, [s])
+                    dflash2_arrive_if(anchor, dead + 1 == end, FREE + 2 * STAGES, THREADS)
+                else:
+                    mbarrier.wait(v_full.index(v_slot), v_phase)
+                    acc1, acc2 = dflash2_multiply(acc1, acc2, packed, v1_smem, v2_smem, v_slot, V1, V2, N, N, DT)
+                    s = warpgroup_mma_wait(2 if V2 > 0 else 1, [s])
                 dflash2_arrive(anchor, FREE + slot, THREADS)
                 tile = dflash2_tile_number(dead, high_tile, low_tile, sink_tile, NUM_RANGES)
                 next_packed, row_max, row_sum = dflash2_first_softmax(
@@ -868,9 +877,9 @@ def dflash2_consume(
                 lse_place += split.to(gl.int64) * num_heads * (1 if RAGGED else num_seqs) * stride_lse
             gl.store(lse_ptr + head.to(gl.int64) * stride_lse + lse_place, lse, mask=row < rows_now)
         if RAGGED or SPLIT or DIRECT:
-            dflash2_store(acc1, out_ptr, batch, head, first_q, mine, rows_now, split, num_seqs, num_heads, seqlen_q, stride_om, stride_oh, stride_ob, 0, O1_LAYOUT, V1, HEAD_V, RAGGED, SPLIT)
+            dflash2_store(acc1, out_ptr, batch, head, first_q, mine, rows_now, split, num_seqs, num_heads, seqlen_q, stride_om, stride_oh, stride_ob, 0, V1, HEAD_V, RAGGED, SPLIT)
             if V2 > 0:
-                dflash2_store(acc2, out_ptr, batch, head, first_q, mine, rows_now, split, num_seqs, num_heads, seqlen_q, stride_om, stride_oh, stride_ob, V1, O2_LAYOUT, V2, HEAD_V, RAGGED, SPLIT)
+                dflash2_store(acc2, out_ptr, batch, head, first_q, mine, rows_now, split, num_seqs, num_heads, seqlen_q, stride_om, stride_oh, stride_ob, V1, V2, HEAD_V, RAGGED, SPLIT)
         else:
             o1 = o1_smem.index(C)
             o2 = o2_smem.index(C)
@@ -893,12 +902,23 @@ def dflash2_consume(
     tma.store_wait(0)
 
 
+@constexpr_function
+def dflash2_wide(columns):
+    """The layout of a product's (64, columns) after the four lanes of a row have exchanged columns: each has eight neighbours."""
+    rest = [[0, c] for c in (32, 64, 128) if c < columns]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], *rest], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, columns]
+    )
+
+
 @gluon.jit
 def dflash2_store(
     acc, out_ptr, batch, head, first_q, mine, rows, split, num_seqs, num_heads, seqlen_q, stride_om, stride_oh, stride_ob,
-    COLUMN: gl.constexpr, LAYOUT: gl.constexpr, V: gl.constexpr, HEAD_V: gl.constexpr, RAGGED: gl.constexpr, SPLIT: gl.constexpr,
+    COLUMN: gl.constexpr, V: gl.constexpr, HEAD_V: gl.constexpr, RAGGED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Store rows that a copy of a whole tile would run over: a ragged end, or a float32 partial result."""
+    """Store from registers what a copy of a whole tile would run over (a ragged end), or has no room for, or float32 parts."""
+    LAYOUT: gl.constexpr = acc.type.layout if SPLIT else dflash2_wide(V)
+    acc = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), LAYOUT)
     row = mine + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     column = COLUMN + gl.arange(0, V, gl.SliceLayout(0, LAYOUT))
     if RAGGED:
@@ -912,7 +932,7 @@ def dflash2_store(
     seen = (row < rows)[:, None]
     if COLUMN + V > HEAD_V:
         seen = seen & (column < HEAD_V)[None, :]
-    gl.store(out_ptr + place[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=seen)
+    gl.store(out_ptr + place[:, None] + column[None, :], acc, mask=seen)
 
 
 PLAIN = (  # lengths and strides: values, never reasons to compile again
