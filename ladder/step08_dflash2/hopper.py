@@ -136,8 +136,7 @@ def plan_prefill(
     """
     (width, _), (width_v, _) = width_of(head_dim), width_of(head_dim_v)
     longest = (longest or seqlen_q) if ragged else seqlen_q
-    # Turns pay where exponentials are many or every tile is whole; under the diagonal the groups drift apart by themselves.
-    turns = right is None or width < 128
+    turns = width < 128  # they pay where exponentials are many; with wider heads the groups drift apart by themselves
     chosen = {"DYNAMIC": True, "TURNS": turns, "K_AHEAD": True, **config_for(width, width_v, longest <= SHORT), **dict(config or ())}
     section, grid, block_m = chosen.pop("section", None), chosen.pop("grid", None), 64 * chosen["WG"]
     num_m = seqlen_q // block_m + num_seqs if ragged else -(-seqlen_q // block_m)
@@ -173,7 +172,7 @@ def describe_prefill(p, right, *, ragged=False, page_size=0, processors=132):
         f"Work: {tiles} tiles{f' in {splits} splits of the keys each, merged by a second launch' if splits > 1 else ''}, drawn from a "
         f"counter by {grid} programs; {section} heads side by side, so that their K and V stay in the L2 cache.",
     ]
-    lines.append("The warp groups take turns on the tensor cores." if config["TURNS"] else "The warp groups run freely: under the diagonal they drift apart by themselves.")
+    lines.append("The warp groups take turns on the tensor cores." if config["TURNS"] else "The warp groups run freely: they drift apart by themselves.")
     return lines
 
 

@@ -261,18 +261,18 @@ def dflash2_copy_queries(
     q1_desc, q2_desc, q1_smem, q2_smem, q_full, q_free, anchor, turn, batch, head, row,
     D1: gl.constexpr, D2: gl.constexpr, WG: gl.constexpr, QBUF: gl.constexpr, Q_EARLY: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Bring the Q of work number ``turn``, once no consumer needs what its buffer holds."""
-    place = turn % QBUF
-    if Q_EARLY:
-        if turn > 0:
-            dflash2_sync(anchor, FREE + 2 * STAGES, 128 * WG + 32)
-    else:
-        mbarrier.wait(q_free.index(place), ((turn // QBUF) & 1) ^ 1)
-    mbarrier.expect(q_full.index(place), 64 * WG * (D1 + D2) * 2)
+    """Bring the Q of work number ``turn``, each group's 64 rows once it needs no more what their buffer holds."""
     for c in gl.static_range(WG):
-        async_load(q1_desc, [batch, head, row + 64 * c, 0], q_full.index(place), q1_smem.index(place * WG + c))
+        place = turn % QBUF * WG + c
+        if Q_EARLY:
+            if turn > 0:
+                dflash2_sync(anchor, FREE + 2 * STAGES + c, 128 + 32)
+        else:
+            mbarrier.wait(q_free.index(place), ((turn // QBUF) & 1) ^ 1)
+        mbarrier.expect(q_full.index(place), 64 * (D1 + D2) * 2)
+        async_load(q1_desc, [batch, head, row + 64 * c, 0], q_full.index(place), q1_smem.index(place))
         if D2 > 0:
-            async_load(q2_desc, [batch, head, row + 64 * c, D1], q_full.index(place), q2_smem.index(place * WG + c))
+            async_load(q2_desc, [batch, head, row + 64 * c, D1], q_full.index(place), q2_smem.index(place))
 
 
 @gluon.jit
@@ -555,7 +555,7 @@ def dflash2_fold(
         s = warpgroup_mma_wait(2 if V2 > 0 else 1, [s])
         dflash2_arrive(anchor, FREE + slot, THREADS)
         if Q_EARLY:
-            dflash2_arrive_if(anchor, i == last_i, FREE + 2 * STAGES, THREADS)
+            dflash2_arrive_if(anchor, i == last_i, FREE + 2 * STAGES + C, 128 + 32)
         s = dflash2_logits(s, tile * N, last_row, low_row, sink_row, scale_log2, cap, N, NUM_RANGES, CAP, NEGATIVE, MASKED)
         p, row_max, alpha, part = dflash2_softmax(s, row_max, 1.0 if CAP else scale_log2, N, MASKED, CHAINS, HALVES)
         acc1, acc2, packed = dflash2_settle(acc1, acc2, packed, V2)
@@ -656,7 +656,7 @@ def dflash2_start(
     s = warpgroup_mma_wait(0, [s])
     dflash2_arrive(anchor, FREE + slot, THREADS)
     if Q_EARLY:
-        dflash2_arrive_if(anchor, dead + 1 == end, FREE + 2 * STAGES, THREADS)
+        dflash2_arrive_if(anchor, dead + 1 == end, FREE + 2 * STAGES + C, 128 + 32)
     packed, row_max, row_sum = dflash2_first_softmax(
         s, tile * N, last_row, low_row, sink_row, scale_log2, cap, N, COLUMNS, NUM_RANGES, CAP, NEGATIVE, DT, CHAINS
     )
@@ -744,7 +744,7 @@ def dflash2_consume(
         low, sink, high_tile, low_tile, sink_tile, begin, end, dead, masked, full, last_row, low_row, sink_row = dflash2_extent(
             C, first, rows, keys, right, table_ptr, 0, num_splits, ROW, N, BLOCK_M, HAS_RIGHT, NUM_RANGES, SPLIT
         )
-        mbarrier.wait(q_full.index(0), 0)
+        mbarrier.wait(q_full.index(C), 0)
         packed, row_max, row_sum, it = dflash2_start(
             it, begin, dead, end, C, anchor, q1_smem.index(C).reshape([64, D1]), q2_smem.index(C).reshape([64, D2 if D2 > 0 else D1]),
             k1_smem, k2_smem, k_full, v_full, last_row, low_row, sink_row, high_tile, low_tile, sink_tile, scale_log2, cap,
@@ -752,9 +752,9 @@ def dflash2_consume(
         )  # fmt: skip
     while first >= 0:
         place = turn % PLACES
-        q_place = turn % QBUF
-        q1 = q1_smem.index(q_place * WG + C).reshape([64, D1])
-        q2 = q2_smem.index(q_place * WG + C).reshape([64, D2 if D2 > 0 else D1])
+        q_place = turn % QBUF * WG + C
+        q1 = q1_smem.index(q_place).reshape([64, D1])
+        q2 = q2_smem.index(q_place).reshape([64, D2 if D2 > 0 else D1])
         mine = first + 64 * C
         row = mine + gl.arange(0, 64, ROW)
         rows_now = rows
@@ -783,19 +783,19 @@ def dflash2_consume(
                 if LEAVE:
                     it = dflash2_leave(it, begin, dead, end, C, anchor, k_full, v_full, STAGES, WG, TURNS, THREADS)
                 slot = it % STAGES
-                next_place = (turn + 1) % QBUF
+                next_place = (turn + 1) % QBUF * WG + C
                 if Q_EARLY:  # the next Q may still be on its way
                     mbarrier.wait(v_full.index(v_slot), v_phase)
                     acc1, acc2 = dflash2_multiply(acc1, acc2, packed, v1_smem, v2_smem, v_slot, V1, V2, N, N, DT)
                 mbarrier.wait(q_full.index(next_place), ((turn + 1) // QBUF) & 1)
                 mbarrier.wait(k_full.index(slot), (it // STAGES) & 1)
                 s = dflash2_scores(
-                    q1_smem.index(next_place * WG + C).reshape([64, D1]), q2_smem.index(next_place * WG + C).reshape([64, D2 if D2 > 0 else D1]),
+                    q1_smem.index(next_place).reshape([64, D1]), q2_smem.index(next_place).reshape([64, D2 if D2 > 0 else D1]),
                     k1_smem, k2_smem, slot, D1, D2, N, COLUMNS,
                 )  # fmt: skip
                 if Q_EARLY:
                     s = warpgroup_mma_wait(0, [s])
-                    dflash2_arrive_if(anchor, dead + 1 == end, FREE + 2 * STAGES, THREADS)
+                    dflash2_arrive_if(anchor, dead + 1 == end, FREE + 2 * STAGES + C, 128 + 32)
                 else:
                     mbarrier.wait(v_full.index(v_slot), v_phase)
                     acc1, acc2 = dflash2_multiply(acc1, acc2, packed, v1_smem, v2_smem, v_slot, V1, V2, N, N, DT)
@@ -841,7 +841,7 @@ def dflash2_consume(
                 acc1, acc2, packed = dflash2_settle(acc1, acc2, packed, V2)
                 dflash2_arrive(anchor, FREE + STAGES + v_slot, THREADS)
             elif Q_EARLY:
-                dflash2_arrive(anchor, FREE + 2 * STAGES, THREADS)
+                dflash2_arrive(anchor, FREE + 2 * STAGES + C, 128 + 32)
             elif not Q_FREE_LAST:
                 mbarrier.arrive(q_free.index(q_place))
 
@@ -973,16 +973,16 @@ def dflash2_prefill_hopper(
         if V2 > 0:
             o2_smem = gl.allocate_shared_memory(DT, [WG, 1, 1, 64, V2], o2_desc.layout)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [QBUF, 1], BAR)
-    q_free = gl.allocate_shared_memory(gl.int64, [QBUF, 1], BAR)
+    q_full = gl.allocate_shared_memory(gl.int64, [QBUF * WG, 1], BAR)
+    q_free = gl.allocate_shared_memory(gl.int64, [QBUF * WG, 1], BAR)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     work_full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BAR)
     work_free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BAR)
     work_smem = gl.allocate_shared_memory(gl.int32, [8 * PLACES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    for i in gl.static_range(QBUF):
+    for i in gl.static_range(QBUF * WG):
         mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_free.index(i), count=WG)
+        mbarrier.init(q_free.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
