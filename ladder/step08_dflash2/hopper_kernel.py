@@ -388,9 +388,15 @@ def dflash2_scores(q1, q2, k1_smem, k2_smem, slot, D1: gl.constexpr, D2: gl.cons
 
 @gluon.jit
 def dflash2_multiply(
-    acc1, acc2, packed, v1_smem, v2_smem, slot, V1: gl.constexpr, V2: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr, DT: gl.constexpr
+    acc1, acc2, packed, it, v1_smem, v2_smem, v_full,
+    V1: gl.constexpr, V2: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, DT: gl.constexpr,
 ):  # fmt: skip
-    """Start adding the product of a tile's probabilities with the first ROWS rows of its V; beyond, probabilities are zero."""
+    """Start adding the product of the probabilities of tile number ``it`` with the first ROWS rows of its V, once that is there.
+
+    The probabilities beyond ROWS are zero.
+    """
+    slot = it % STAGES
+    mbarrier.wait(v_full.index(slot), (it // STAGES) & 1)
     P1_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc1.type.layout, 2)
     P2_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc2.type.layout, 2)
     v1 = v1_smem.index(slot).reshape([N, V1])
@@ -540,16 +546,13 @@ def dflash2_fold(
             last = dflash2_tile_number(i - 1, high_tile, low_tile, sink_tile, NUM_RANGES)
             dflash2_clean_if_edge(v1_smem, v2_smem, v_full, it, last, keys, low, sink, N, V1, V2, STAGES, NUM_RANGES)
         tile = dflash2_tile_number(i, high_tile, low_tile, sink_tile, NUM_RANGES)
-        v_slot = it % STAGES
-        v_phase = (it // STAGES) & 1
         it += 1
         slot = it % STAGES
         mbarrier.wait(k_full.index(slot), (it // STAGES) & 1)
         if TURNS:
             dflash2_sync(anchor, TURN + C, 256)
         s = dflash2_scores(q1, q2, k1_smem, k2_smem, slot, D1, D2, N, N)
-        mbarrier.wait(v_full.index(v_slot), v_phase)
-        acc1, acc2 = dflash2_multiply(acc1, acc2, packed, v1_smem, v2_smem, v_slot, V1, V2, N, P_ROWS, DT)
+        acc1, acc2 = dflash2_multiply(acc1, acc2, packed, it - 1, v1_smem, v2_smem, v_full, V1, V2, N, P_ROWS, STAGES, DT)
         if TURNS:
             dflash2_arrive(anchor, TURN + (C + 1) % WG, 256)
         s = warpgroup_mma_wait(2 if V2 > 0 else 1, [s])
@@ -559,7 +562,7 @@ def dflash2_fold(
         s = dflash2_logits(s, tile * N, last_row, low_row, sink_row, scale_log2, cap, N, NUM_RANGES, CAP, NEGATIVE, MASKED)
         p, row_max, alpha, part = dflash2_softmax(s, row_max, 1.0 if CAP else scale_log2, N, MASKED, CHAINS, HALVES)
         acc1, acc2, packed = dflash2_settle(acc1, acc2, packed, V2)
-        dflash2_arrive(anchor, FREE + STAGES + v_slot, THREADS)
+        dflash2_arrive(anchor, FREE + STAGES + (it - 1) % STAGES, THREADS)
         row_sum = row_sum * gl.convert_layout(alpha, LANES)[:, None] + gl.convert_layout(part, row_sum.type.layout)
         acc1 = acc1 * gl.convert_layout(alpha, gl.SliceLayout(1, O1_LAYOUT))[:, None]
         if V2 > 0:
@@ -773,8 +776,7 @@ def dflash2_consume(
             if not Q_EARLY:
                 mbarrier.arrive(q_free.index(q_place))
             first, rows, keys = dflash2_receive(work_smem, work_full, turn + 1)
-            v_slot = it % STAGES
-            v_phase = (it // STAGES) & 1
+            last_it = it
             it += 1
             if first >= 0:  # the first scores of the next work before the last product of this one, its exponentials under that
                 low, sink, high_tile, low_tile, sink_tile, begin, end, dead, masked, full, last_row, low_row, sink_row = dflash2_extent(
@@ -785,8 +787,7 @@ def dflash2_consume(
                 slot = it % STAGES
                 next_place = (turn + 1) % QBUF * WG + C
                 if Q_EARLY:  # the next Q may still be on its way
-                    mbarrier.wait(v_full.index(v_slot), v_phase)
-                    acc1, acc2 = dflash2_multiply(acc1, acc2, packed, v1_smem, v2_smem, v_slot, V1, V2, N, N, DT)
+                    acc1, acc2 = dflash2_multiply(acc1, acc2, packed, last_it, v1_smem, v2_smem, v_full, V1, V2, N, N, STAGES, DT)
                 mbarrier.wait(q_full.index(next_place), ((turn + 1) // QBUF) & 1)
                 mbarrier.wait(k_full.index(slot), (it // STAGES) & 1)
                 s = dflash2_scores(
@@ -797,8 +798,7 @@ def dflash2_consume(
                     s = warpgroup_mma_wait(0, [s])
                     dflash2_arrive_if(anchor, dead + 1 == end, FREE + 2 * STAGES + C, 128 + 32)
                 else:
-                    mbarrier.wait(v_full.index(v_slot), v_phase)
-                    acc1, acc2 = dflash2_multiply(acc1, acc2, packed, v1_smem, v2_smem, v_slot, V1, V2, N, N, DT)
+                    acc1, acc2 = dflash2_multiply(acc1, acc2, packed, last_it, v1_smem, v2_smem, v_full, V1, V2, N, N, STAGES, DT)
                     s = warpgroup_mma_wait(2 if V2 > 0 else 1, [s])
                 dflash2_arrive(anchor, FREE + slot, THREADS)
                 tile = dflash2_tile_number(dead, high_tile, low_tile, sink_tile, NUM_RANGES)
@@ -808,10 +808,9 @@ def dflash2_consume(
                 acc1, acc2, packed = dflash2_settle(acc1, acc2, packed, V2)
                 packed = next_packed
             else:
-                mbarrier.wait(v_full.index(v_slot), v_phase)
-                acc1, acc2 = dflash2_multiply(acc1, acc2, packed, v1_smem, v2_smem, v_slot, V1, V2, N, N, DT)
+                acc1, acc2 = dflash2_multiply(acc1, acc2, packed, last_it, v1_smem, v2_smem, v_full, V1, V2, N, N, STAGES, DT)
                 acc1, acc2, packed = dflash2_settle(acc1, acc2, packed, V2)
-            dflash2_arrive(anchor, FREE + STAGES + v_slot, THREADS)
+            dflash2_arrive(anchor, FREE + STAGES + last_it % STAGES, THREADS)
         else:
             keys = gl.maximum(keys, 0)
             low, sink, high_tile, low_tile, sink_tile, begin, end, dead, masked, full, last_row, low_row, sink_row = dflash2_extent(
@@ -834,12 +833,10 @@ def dflash2_consume(
                 )  # fmt: skip
                 if not Q_FREE_LAST and not Q_EARLY:
                     mbarrier.arrive(q_free.index(q_place))
-                v_slot = it % STAGES
-                mbarrier.wait(v_full.index(v_slot), (it // STAGES) & 1)
-                it += 1
-                acc1, acc2 = dflash2_multiply(acc1, acc2, packed, v1_smem, v2_smem, v_slot, V1, V2, N, N, DT)
+                acc1, acc2 = dflash2_multiply(acc1, acc2, packed, it, v1_smem, v2_smem, v_full, V1, V2, N, N, STAGES, DT)
                 acc1, acc2, packed = dflash2_settle(acc1, acc2, packed, V2)
-                dflash2_arrive(anchor, FREE + STAGES + v_slot, THREADS)
+                dflash2_arrive(anchor, FREE + STAGES + it % STAGES, THREADS)
+                it += 1
             elif Q_EARLY:
                 dflash2_arrive(anchor, FREE + 2 * STAGES + C, 128 + 32)
             elif not Q_FREE_LAST:
@@ -954,7 +951,15 @@ def dflash2_prefill_hopper(
     QBUF: gl.constexpr, DIRECT: gl.constexpr, Q_EARLY: gl.constexpr, CHAINS: gl.constexpr, HALVES: gl.constexpr,
     ALIGNED: gl.constexpr, NEXT: gl.constexpr,
 ):  # fmt: skip
-    """Attention of all rows; persistent: a grid of at most one program per SM walks ``num_work`` tiles."""
+    """Attention of all rows; persistent: a grid of at most one program per SM walks ``num_work`` tiles.
+
+    D1 + D2, V1 + V2: columns of Q and K, of V. N: keys of a tile; STAGES: slots of K and of V; WG: groups of 64 rows.
+    TURNS: groups pass the tensor cores on to each other. QBUF: buffers of Q. NEXT: the first scores of a work are computed
+    beside the last product of the one before it; every work must have keys. ALIGNED: the diagonal runs through the corners
+    of the tiles, so that of a work only the first needs a mask, and the first group half of that one.
+    Q's memory: given back after the last scores and a hardware barrier (Q_EARLY), or taking the output first (O_IN_Q).
+    DIRECT: output straight from registers. CHAINS, HALVES: see ``dflash2_softmax``.
+    """
     q1_smem = gl.allocate_shared_memory(DT, [QBUF * WG, 1, 1, 64, D1], q1_desc.layout)
     k1_smem = gl.allocate_shared_memory(DT, [STAGES, 1, 1, N, D1], k1_desc.layout)
     v1_smem = gl.allocate_shared_memory(DT, [STAGES, 1, 1, N, V1], v1_desc.layout)
