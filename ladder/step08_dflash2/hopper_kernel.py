@@ -479,21 +479,27 @@ def dflash2_softmax(s, row_max, scale_log2, N: gl.constexpr, MASKED: gl.constexp
 @gluon.jit
 def dflash2_first_softmax(
     s, first_key, last_row, low_row, sink_row, scale_log2, cap, N: gl.constexpr, COLUMNS: gl.constexpr, NUM_RANGES: gl.constexpr,
-    CAP: gl.constexpr, NEGATIVE: gl.constexpr, DT: gl.constexpr, CHAINS: gl.constexpr,
+    CAP: gl.constexpr, NEGATIVE: gl.constexpr, CHAINS: gl.constexpr,
 ):  # fmt: skip
-    """Packed probabilities, maximum and sums by lane of the first tile, which is always masked."""
+    """Probabilities, maximum and sums by lane of the first tile, which is always masked."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     row_max = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
     s = dflash2_logits(s, first_key, last_row, low_row, sink_row, scale_log2, cap, COLUMNS, NUM_RANGES, CAP, NEGATIVE, True)
     p, row_max, alpha, part = dflash2_softmax(s, row_max, 1.0 if CAP else scale_log2, COLUMNS, True, CHAINS, False)
+    none = gl.sum(gl.sum(gl.reshape(gl.zeros([64, N], gl.float32, S_LAYOUT), [64, N // 8, 4, 2]), 3), 1)
+    return p, row_max, gl.convert_layout(part, none.type.layout)
+
+
+@gluon.jit
+def dflash2_first_pack(p, N: gl.constexpr, COLUMNS: gl.constexpr, DT: gl.constexpr):
+    """``dflash2_pack`` of the first tile's COLUMNS probabilities; the columns that it was not computed for are zeros."""
     packed = dflash2_pack(p, COLUMNS, DT)
-    none = gl.zeros([64, N], gl.float32, S_LAYOUT)
-    part = gl.convert_layout(part, gl.sum(gl.sum(gl.reshape(none, [64, N // 8, 4, 2]), 3), 1).type.layout)
     if COLUMNS < N:
+        none = gl.zeros([64, N], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16]))
         even, odd = gl.split(gl.reshape(none, [64, N // 2, 2]))
         packed = gl.reshape(gl.permute(gl.join(packed, gl.zeros_like(packed)), (0, 2, 1)), [64, N // 2])
         packed = gl.convert_layout(packed, even.type.layout, assert_trivial=True)
-    return packed, row_max, part
+    return packed
 
 
 @gluon.jit
@@ -660,10 +666,10 @@ def dflash2_start(
     dflash2_arrive(anchor, FREE + slot, THREADS)
     if Q_EARLY:
         dflash2_arrive_if(anchor, dead + 1 == end, FREE + 2 * STAGES + C, 128 + 32)
-    packed, row_max, row_sum = dflash2_first_softmax(
-        s, tile * N, last_row, low_row, sink_row, scale_log2, cap, N, COLUMNS, NUM_RANGES, CAP, NEGATIVE, DT, CHAINS
+    p, row_max, row_sum = dflash2_first_softmax(
+        s, tile * N, last_row, low_row, sink_row, scale_log2, cap, N, COLUMNS, NUM_RANGES, CAP, NEGATIVE, CHAINS
     )
-    return packed, row_max, row_sum, it
+    return dflash2_first_pack(p, N, COLUMNS, DT), row_max, row_sum, it
 
 
 @gluon.jit
@@ -802,11 +808,11 @@ def dflash2_consume(
                     s = warpgroup_mma_wait(2 if V2 > 0 else 1, [s])
                 dflash2_arrive(anchor, FREE + slot, THREADS)
                 tile = dflash2_tile_number(dead, high_tile, low_tile, sink_tile, NUM_RANGES)
-                next_packed, row_max, row_sum = dflash2_first_softmax(
-                    s, tile * N, last_row, low_row, sink_row, scale_log2, cap, N, COLUMNS, NUM_RANGES, CAP, NEGATIVE, DT, CHAINS
+                p, row_max, row_sum = dflash2_first_softmax(
+                    s, tile * N, last_row, low_row, sink_row, scale_log2, cap, N, COLUMNS, NUM_RANGES, CAP, NEGATIVE, CHAINS
                 )
                 acc1, acc2, packed = dflash2_settle(acc1, acc2, packed, V2)
-                packed = next_packed
+                packed = dflash2_first_pack(p, N, COLUMNS, DT)
             else:
                 acc1, acc2 = dflash2_multiply(acc1, acc2, packed, last_it, v1_smem, v2_smem, v_full, V1, V2, N, N, STAGES, DT)
                 acc1, acc2, packed = dflash2_settle(acc1, acc2, packed, V2)
