@@ -730,7 +730,7 @@ def dflash2_consume(
     HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr, PAGE: gl.constexpr, NUM_RANGES: gl.constexpr, DYNAMIC: gl.constexpr,
     TURNS: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, SPLIT: gl.constexpr,
     O_IN_Q: gl.constexpr, DT: gl.constexpr, QBUF: gl.constexpr, DIRECT: gl.constexpr, Q_EARLY: gl.constexpr,
-    CHAINS: gl.constexpr, HALVES: gl.constexpr, ALIGNED: gl.constexpr, NEXT: gl.constexpr,
+    CHAINS: gl.constexpr, HALVES: gl.constexpr, ALIGNED: gl.constexpr, NEXT: gl.constexpr, PRODUCT_FIRST: gl.constexpr,
 ):  # fmt: skip
     """Group C of the consumers: rows 64 C .. 64 C + 63 of every work."""
     BLOCK_M: gl.constexpr = 64 * WG
@@ -792,7 +792,7 @@ def dflash2_consume(
                     it = dflash2_leave(it, begin, dead, end, C, anchor, k_full, v_full, STAGES, WG, TURNS, THREADS)
                 slot = it % STAGES
                 next_place = (turn + 1) % QBUF * WG + C
-                if Q_EARLY:  # the next Q may still be on its way
+                if PRODUCT_FIRST:  # the next Q may still be on its way
                     acc1, acc2 = dflash2_multiply(acc1, acc2, packed, last_it, v1_smem, v2_smem, v_full, V1, V2, N, N, STAGES, DT)
                 mbarrier.wait(q_full.index(next_place), ((turn + 1) // QBUF) & 1)
                 mbarrier.wait(k_full.index(slot), (it // STAGES) & 1)
@@ -800,13 +800,14 @@ def dflash2_consume(
                     q1_smem.index(next_place).reshape([64, D1]), q2_smem.index(next_place).reshape([64, D2 if D2 > 0 else D1]),
                     k1_smem, k2_smem, slot, D1, D2, N, COLUMNS,
                 )  # fmt: skip
-                if Q_EARLY:
+                if PRODUCT_FIRST:
                     s = warpgroup_mma_wait(0, [s])
-                    dflash2_arrive_if(anchor, dead + 1 == end, FREE + 2 * STAGES + C, 128 + 32)
                 else:
                     acc1, acc2 = dflash2_multiply(acc1, acc2, packed, last_it, v1_smem, v2_smem, v_full, V1, V2, N, N, STAGES, DT)
                     s = warpgroup_mma_wait(2 if V2 > 0 else 1, [s])
                 dflash2_arrive(anchor, FREE + slot, THREADS)
+                if Q_EARLY:
+                    dflash2_arrive_if(anchor, dead + 1 == end, FREE + 2 * STAGES + C, 128 + 32)
                 tile = dflash2_tile_number(dead, high_tile, low_tile, sink_tile, NUM_RANGES)
                 p, row_max, row_sum = dflash2_first_softmax(
                     s, tile * N, last_row, low_row, sink_row, scale_log2, cap, N, COLUMNS, NUM_RANGES, CAP, NEGATIVE, CHAINS
@@ -955,13 +956,13 @@ def dflash2_prefill_hopper(
     TURNS: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, SPLIT: gl.constexpr,
     O_IN_Q: gl.constexpr, DT: gl.constexpr, K_AHEAD: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
     QBUF: gl.constexpr, DIRECT: gl.constexpr, Q_EARLY: gl.constexpr, CHAINS: gl.constexpr, HALVES: gl.constexpr,
-    ALIGNED: gl.constexpr, NEXT: gl.constexpr,
+    ALIGNED: gl.constexpr, NEXT: gl.constexpr, PRODUCT_FIRST: gl.constexpr,
 ):  # fmt: skip
     """Attention of all rows; persistent: a grid of at most one program per SM walks ``num_work`` tiles.
 
     D1 + D2, V1 + V2: columns of Q and K, of V. N: keys of a tile; STAGES: slots of K and of V; WG: groups of 64 rows.
     TURNS: groups pass the tensor cores on to each other. QBUF: buffers of Q. NEXT: the first scores of a work are computed
-    beside the last product of the one before it; every work must have keys. ALIGNED: the diagonal runs through the corners
+    beside the last product of the one before it (behind it under PRODUCT_FIRST); every work must have keys. ALIGNED: the diagonal runs through the corners
     of the tiles, so that of a work only the first needs a mask, and the first group half of that one.
     Q's memory: given back after the last scores and a hardware barrier (Q_EARLY), or taking the output first (O_IN_Q).
     DIRECT: output straight from registers. CHAINS, HALVES: see ``dflash2_softmax``.
@@ -1008,19 +1009,19 @@ def dflash2_prefill_hopper(
                 out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_ob, stride_lse,
                 seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
                 D1, D2, V1, V2, HEAD_V, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC,
-                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, CHAINS, HALVES, ALIGNED, NEXT)),
+                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, CHAINS, HALVES, ALIGNED, NEXT, PRODUCT_FIRST)),
             (dflash2_consume, (1, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, o1_smem, o2_smem, o1_desc, o2_desc,
                 q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
                 out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_ob, stride_lse,
                 seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
                 D1, D2, V1, V2, HEAD_V, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC,
-                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, CHAINS, HALVES, ALIGNED, NEXT)),
+                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, CHAINS, HALVES, ALIGNED, NEXT, PRODUCT_FIRST)),
             (dflash2_consume, (2, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, o1_smem, o2_smem, o1_desc, o2_desc,
                 q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
                 out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_ob, stride_lse,
                 seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
                 D1, D2, V1, V2, HEAD_V, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC,
-                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, CHAINS, HALVES, ALIGNED, NEXT)),
+                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, CHAINS, HALVES, ALIGNED, NEXT, PRODUCT_FIRST)),
             (dflash2_produce, (q1_desc, q2_desc, k1_desc, k2_desc, v1_desc, v2_desc, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem,
                 q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
                 cu_q_ptr, cu_k_ptr, seq_lens_ptr, pages_ptr, table_ptr, counter_ptr, stride_pages,
@@ -1034,13 +1035,13 @@ def dflash2_prefill_hopper(
                 out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_ob, stride_lse,
                 seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
                 D1, D2, V1, V2, HEAD_V, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC,
-                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, CHAINS, HALVES, ALIGNED, NEXT)),
+                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, CHAINS, HALVES, ALIGNED, NEXT, PRODUCT_FIRST)),
             (dflash2_consume, (1, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, o1_smem, o2_smem, o1_desc, o2_desc,
                 q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
                 out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_ob, stride_lse,
                 seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
                 D1, D2, V1, V2, HEAD_V, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC,
-                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, CHAINS, HALVES, ALIGNED, NEXT)),
+                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, CHAINS, HALVES, ALIGNED, NEXT, PRODUCT_FIRST)),
             (dflash2_produce, (q1_desc, q2_desc, k1_desc, k2_desc, v1_desc, v2_desc, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem,
                 q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
                 cu_q_ptr, cu_k_ptr, seq_lens_ptr, pages_ptr, table_ptr, counter_ptr, stride_pages,
