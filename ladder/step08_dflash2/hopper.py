@@ -20,12 +20,13 @@ def config_for(width, width_v, short=False):
     """
     plain = dict(N=128, STAGES=2, WG=2, O_IN_Q=False, QBUF=1, DIRECT=False, Q_EARLY=False, CHAINS=False, HALVES=False, NEXT=False,
                  PRODUCT_FIRST=False, CONSUMER_REGS=240, PRODUCER_REGS=24)  # fmt: skip
-    if max(width, width_v) <= 64:
-        plain.update(STAGES=4, QBUF=2, CHAINS=True, HALVES=True, NEXT=short, PRODUCT_FIRST=True)
-        return plain if short else {**plain, "WG": 3, "CONSUMER_REGS": 160, "PRODUCER_REGS": 32}  # exponentials bind: three take turns
-    if max(width, width_v) <= 128:
+    if max(width, width_v) <= 64:  # exponentials bind: maxima and exponentials are ordered for their pipe
+        small = {**plain, "STAGES": 4, "QBUF": 2, "CHAINS": True, "HALVES": True, "PRODUCT_FIRST": True}
+        # Short sequences are much start and end, so works overlap; in long ones three groups take turns.
+        return {**small, "NEXT": True} if short else {**small, "WG": 3, "CONSUMER_REGS": 160, "PRODUCER_REGS": 32}
+    if max(width, width_v) <= 128:  # two Q beside two slots of K and V fill the memory; works overlap
         return {**plain, "STAGES": 2 if max(width, width_v) > 96 else 3, "QBUF": 2, "CHAINS": True, "NEXT": True}
-    if width <= 192 and width_v <= 128:  # no room for a second Q, nor for the output beside it
+    if width <= 192 and width_v <= 128:  # no room for a second Q, nor for the output: Q comes early, the output leaves from registers
         return {**plain, "DIRECT": True, "Q_EARLY": True, "PRODUCT_FIRST": True}
     return {**plain, "N": 64, "O_IN_Q": True}
 
@@ -148,7 +149,7 @@ def plan_prefill(
     aligned = right == 0 and (seqlen_k - seqlen_q) % 128 == 0 and chosen["N"] == block_m == 128
     chosen["ALIGNED"] = chosen.get("ALIGNED", True) and aligned and not (ragged or windows or num_splits > 1)
     # A work may start while the one before ends if every work has keys.
-    chosen["NEXT"] &= not (ragged or windows or num_splits > 1) and (right is None or seqlen_k >= seqlen_q)
+    chosen["NEXT"] &= not (ragged or windows or num_splits > 1) and (right is None or 0 <= right and seqlen_q <= seqlen_k)
     chosen["PRODUCT_FIRST"] &= chosen["NEXT"]
     if section is None:
         section = group * max(1, L2_BYTES // (2 * seqlen_k * (head_dim + head_dim_v)))
