@@ -76,23 +76,18 @@ def test_tiles_and_barriers_fit_the_chip(d, dv, short):
 
 def planned(seqlen_q, seqlen_k, right, ragged=False, num_splits=1, windows=False, d=128):
     config, *_ = hopper.plan_prefill(
-        16, 16, 1, seqlen_q, seqlen_k, d, d, right, ragged, False, None, 132, num_splits, windows, (("NEXT", True),)
+        16, 16, 1, seqlen_q, seqlen_k, d, d, right, ragged, False, None, 132, num_splits, windows
     )
-    return config["ALIGNED"], config["NEXT"]
+    return config["ALIGNED"]
 
 
 def test_tiles_are_aligned_only_where_the_diagonal_meets_their_corners():
-    assert planned(1024, 1024, 0) == (True, True)
-    assert planned(1000, 1128, 0) == (True, True)  # a last tile of queries need not be whole
-    assert not any(planned(*lengths)[0] for lengths in ((1024, 1024, None), (1024, 1024, 1), (1024, 1088, 0)))
-    assert planned(4096, 4096, 0, d=256) == (False, True)  # tiles of 64 keys
-
-
-def test_a_work_starts_early_only_where_every_work_has_keys():
-    assert planned(1024, 896, 0) == (True, False)
-    assert planned(1024, 896, None) == (False, True)
+    assert planned(1024, 1024, 0) and planned(1024, 896, 0)
+    assert planned(1000, 1128, 0)  # a last tile of queries need not be whole
+    assert not any(planned(*lengths) for lengths in ((1024, 1024, None), (1024, 1024, 1), (1024, 1088, 0)))
+    assert not planned(4096, 4096, 0, d=256)  # tiles of 64 keys
     for other in (dict(ragged=True), dict(num_splits=2), dict(windows=True)):
-        assert planned(1024, 1024, 0, **other) == (False, False)
+        assert not planned(1024, 1024, 0, **other)
 
 
 def test_sections_are_even():
@@ -126,7 +121,7 @@ def test_explain_says_what_is_launched(causal):
         text = explain(p, device="cpu")
     assert "dflash2_prefill_hopper" in text and "128 + 64 columns" in text
     assert ("8 heads side by side" in text) == causal  # without a diagonal, as many as the L2 cache holds
-    assert "run freely" in text
+    assert "take turns" in text
 
 
 # On a GPU

@@ -18,16 +18,17 @@ def config_for(width, width_v, short=False):
 
     short: no sequence is longer than SHORT, where tiles of 192 rows leave too much of the last one empty.
     """
-    plain = dict(N=128, STAGES=2, WG=2, O_IN_Q=False, QBUF=1, DIRECT=False, Q_EARLY=False, CHAINS=False, HALVES=False, NEXT=False,
-                 PRODUCT_FIRST=False, CONSUMER_REGS=240, PRODUCER_REGS=24)  # fmt: skip
+    plain = dict(N=128, STAGES=2, WG=2, O_IN_Q=False, QBUF=1, DIRECT=False, Q_EARLY=False, CHAINS=False, HALVES=False,
+                 CONSUMER_REGS=240, PRODUCER_REGS=24)  # fmt: skip
     if max(width, width_v) <= 64:  # exponentials bind: maxima and exponentials are ordered for their pipe
-        small = {**plain, "STAGES": 4, "QBUF": 2, "CHAINS": True, "HALVES": True, "PRODUCT_FIRST": True}
-        # Short sequences are much start and end, so works overlap; in long ones three groups take turns.
-        return {**small, "NEXT": True} if short else {**small, "WG": 3, "CONSUMER_REGS": 160, "PRODUCER_REGS": 32}
-    if max(width, width_v) <= 128:  # two Q beside two slots of K and V fill the memory; works overlap
-        return {**plain, "STAGES": 2 if max(width, width_v) > 96 else 3, "QBUF": 2, "CHAINS": True, "NEXT": True}
+        small = {**plain, "STAGES": 4, "QBUF": 2, "CHAINS": True, "HALVES": True}
+        return small if short else {**small, "WG": 3, "CONSUMER_REGS": 160, "PRODUCER_REGS": 32}
+    if max(width, width_v) <= 96:
+        return {**plain, "STAGES": 3}
+    if max(width, width_v) <= 128:  # two Q beside two slots of K and V fill the memory
+        return {**plain, "QBUF": 2, "CHAINS": True}
     if width <= 192 and width_v <= 128:  # no room for a second Q, nor for the output: Q comes early, the output leaves from registers
-        return {**plain, "DIRECT": True, "Q_EARLY": True, "PRODUCT_FIRST": True}
+        return {**plain, "DIRECT": True, "Q_EARLY": True}
     return {**plain, "N": 64, "O_IN_Q": True}
 
 
@@ -137,7 +138,8 @@ def plan_prefill(
     """
     (width, _), (width_v, _) = width_of(head_dim), width_of(head_dim_v)
     longest = (longest or seqlen_q) if ragged else seqlen_q
-    turns = width < 128  # they pay where exponentials are many; with wider heads the groups drift apart by themselves
+    # Measured: without a mask, groups of 128 columns drift apart by themselves; of 256, under one.
+    turns = right is not None if width == 128 else right is None if width == 256 else True
     chosen = {"DYNAMIC": True, "TURNS": turns, "K_AHEAD": True, **config_for(width, width_v, longest <= SHORT), **dict(config or ())}
     section, grid, block_m = chosen.pop("section", None), chosen.pop("grid", None), 64 * chosen["WG"]
     num_m = seqlen_q // block_m + num_seqs if ragged else -(-seqlen_q // block_m)
@@ -148,9 +150,6 @@ def plan_prefill(
     # Whether every tile but the first of a work is whole, and of that the first group sees the first half.
     aligned = right == 0 and (seqlen_k - seqlen_q) % 128 == 0 and chosen["N"] == block_m == 128
     chosen["ALIGNED"] = chosen.get("ALIGNED", True) and aligned and not (ragged or windows or num_splits > 1)
-    # A work may start while the one before ends if every work has keys.
-    chosen["NEXT"] &= not (ragged or windows or num_splits > 1) and (right is None or 0 <= right and seqlen_q <= seqlen_k)
-    chosen["PRODUCT_FIRST"] &= chosen["NEXT"]
     if section is None:
         section = group * max(1, L2_BYTES // (2 * seqlen_k * (head_dim + head_dim_v)))
         if right is not None:  # fewer leave the end of a section to a few long tiles

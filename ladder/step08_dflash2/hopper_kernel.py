@@ -649,15 +649,13 @@ def dflash2_leave(
 
 @gluon.jit
 def dflash2_start(
-    it, begin, dead, end, C: gl.constexpr, anchor, q1, q2, k1_smem, k2_smem, k_full, v_full, last_row, low_row, sink_row,
+    it, dead, end, C: gl.constexpr, anchor, q1, q2, k1_smem, k2_smem, k_full, last_row, low_row, sink_row,
     high_tile, low_tile, sink_tile, scale_log2, cap,
     D1: gl.constexpr, D2: gl.constexpr, N: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, WG: gl.constexpr, NUM_RANGES: gl.constexpr,
-    TURNS: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr, DT: gl.constexpr, CHAINS: gl.constexpr, Q_EARLY: gl.constexpr, LEAVE: gl.constexpr,
+    CAP: gl.constexpr, NEGATIVE: gl.constexpr, DT: gl.constexpr, CHAINS: gl.constexpr, Q_EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Scores and probabilities of the first tile of a work that nothing of this group runs beside."""
+    """Scores and probabilities of the first tile of a work that some row of this group sees."""
     THREADS: gl.constexpr = 128 * WG + 32
-    if LEAVE:
-        it = dflash2_leave(it, begin, dead, end, C, anchor, k_full, v_full, STAGES, WG, TURNS, THREADS)
     tile = dflash2_tile_number(dead, high_tile, low_tile, sink_tile, NUM_RANGES)
     slot = it % STAGES
     mbarrier.wait(k_full.index(slot), (it // STAGES) & 1)
@@ -669,7 +667,7 @@ def dflash2_start(
     p, row_max, row_sum = dflash2_first_softmax(
         s, tile * N, last_row, low_row, sink_row, scale_log2, cap, N, COLUMNS, NUM_RANGES, CAP, NEGATIVE, CHAINS
     )
-    return dflash2_first_pack(p, N, COLUMNS, DT), row_max, row_sum, it
+    return dflash2_first_pack(p, N, COLUMNS, DT), row_max, row_sum
 
 
 @gluon.jit
@@ -730,7 +728,7 @@ def dflash2_consume(
     HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr, PAGE: gl.constexpr, NUM_RANGES: gl.constexpr, DYNAMIC: gl.constexpr,
     TURNS: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, SPLIT: gl.constexpr,
     O_IN_Q: gl.constexpr, DT: gl.constexpr, QBUF: gl.constexpr, DIRECT: gl.constexpr, Q_EARLY: gl.constexpr,
-    CHAINS: gl.constexpr, HALVES: gl.constexpr, ALIGNED: gl.constexpr, NEXT: gl.constexpr, PRODUCT_FIRST: gl.constexpr,
+    CHAINS: gl.constexpr, HALVES: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
     """Group C of the consumers: rows 64 C .. 64 C + 63 of every work."""
     BLOCK_M: gl.constexpr = 64 * WG
@@ -749,16 +747,6 @@ def dflash2_consume(
     if TURNS and C == WG - 1:
         dflash2_arrive(anchor, TURN, 256)
     first, rows, keys = dflash2_receive(work_smem, work_full, turn)
-    if NEXT:  # the first work; every other starts at the end of the one before it
-        low, sink, high_tile, low_tile, sink_tile, begin, end, dead, masked, full, last_row, low_row, sink_row = dflash2_extent(
-            C, first, rows, keys, right, table_ptr, 0, num_splits, ROW, N, BLOCK_M, HAS_RIGHT, NUM_RANGES, SPLIT
-        )
-        mbarrier.wait(q_full.index(C), 0)
-        packed, row_max, row_sum, it = dflash2_start(
-            it, begin, dead, end, C, anchor, q1_smem.index(C).reshape([64, D1]), q2_smem.index(C).reshape([64, D2 if D2 > 0 else D1]),
-            k1_smem, k2_smem, k_full, v_full, last_row, low_row, sink_row, high_tile, low_tile, sink_tile, scale_log2, cap,
-            D1, D2, N, COLUMNS, STAGES, WG, NUM_RANGES, TURNS, CAP, NEGATIVE, DT, CHAINS, Q_EARLY, LEAVE,
-        )  # fmt: skip
     while first >= 0:
         place = turn % PLACES
         q_place = turn % QBUF * WG + C
@@ -766,88 +754,42 @@ def dflash2_consume(
         q2 = q2_smem.index(q_place).reshape([64, D2 if D2 > 0 else D1])
         mine = first + 64 * C
         row = mine + gl.arange(0, 64, ROW)
-        rows_now = rows
         acc1 = gl.zeros([64, V1], gl.float32, O1_LAYOUT)
         acc2 = gl.zeros([64, V2 if V2 > 0 else 16], gl.float32, O2_LAYOUT)
         split = first * 0
         if SPLIT:
             split = dflash2_field(work_smem, place, 7)
-        if NEXT:
+        keys = gl.maximum(keys, 0)
+        low, sink, high_tile, low_tile, sink_tile, begin, end, dead, masked, full, last_row, low_row, sink_row = dflash2_extent(
+            C, first, rows, keys, right, table_ptr, split, num_splits, ROW, N, BLOCK_M, HAS_RIGHT, NUM_RANGES, SPLIT
+        )
+        top = gl.full([64], float("-inf"), gl.float32, ROW)
+        total_by_lane = gl.sum(gl.sum(gl.reshape(gl.zeros([64, N], gl.float32, S_LAYOUT), [64, N // 8, 4, 2]), 3), 1)
+        mbarrier.wait(q_full.index(q_place), (turn // QBUF) & 1)
+        if LEAVE:
+            it = dflash2_leave(it, begin, dead, end, C, anchor, k_full, v_full, STAGES, WG, TURNS, THREADS)
+        if dead < end:
+            packed, top, total_by_lane = dflash2_start(
+                it, dead, end, C, anchor, q1, q2, k1_smem, k2_smem, k_full, last_row, low_row, sink_row,
+                high_tile, low_tile, sink_tile, scale_log2, cap,
+                D1, D2, N, COLUMNS, STAGES, WG, NUM_RANGES, CAP, NEGATIVE, DT, CHAINS, Q_EARLY,
+            )  # fmt: skip
             acc1, acc2, packed, top, total_by_lane, it = dflash2_rest(
-                acc1, acc2, packed, row_max, row_sum, it, dead, masked, full, end, C, anchor,
+                acc1, acc2, packed, top, total_by_lane, it, dead, masked, full, end, C, anchor,
                 q1, q2, k1_smem, k2_smem, v1_smem, v2_smem, k_full, v_full, keys, low, sink, last_row, low_row, sink_row,
                 high_tile, low_tile, sink_tile, scale_log2, cap, D1, D2, V1, V2, N, COLUMNS, STAGES, WG,
                 CLEAN, NUM_RANGES, ALIGNED, TURNS, CAP, NEGATIVE, DT, CHAINS, HALVES, Q_EARLY,
             )  # fmt: skip
-            if not Q_EARLY:
+            if not Q_FREE_LAST and not Q_EARLY:
                 mbarrier.arrive(q_free.index(q_place))
-            first, rows, keys = dflash2_receive(work_smem, work_full, turn + 1)
-            last_it = it
+            acc1, acc2 = dflash2_multiply(acc1, acc2, packed, it, v1_smem, v2_smem, v_full, V1, V2, N, N, STAGES, DT)
+            acc1, acc2, packed = dflash2_settle(acc1, acc2, packed, V2)
+            dflash2_arrive(anchor, FREE + STAGES + it % STAGES, THREADS)
             it += 1
-            if first >= 0:  # the first scores of the next work before the last product of this one, its exponentials under that
-                low, sink, high_tile, low_tile, sink_tile, begin, end, dead, masked, full, last_row, low_row, sink_row = dflash2_extent(
-                    C, first, rows, keys, right, table_ptr, 0, num_splits, ROW, N, BLOCK_M, HAS_RIGHT, NUM_RANGES, SPLIT
-                )
-                if LEAVE:
-                    it = dflash2_leave(it, begin, dead, end, C, anchor, k_full, v_full, STAGES, WG, TURNS, THREADS)
-                slot = it % STAGES
-                next_place = (turn + 1) % QBUF * WG + C
-                if PRODUCT_FIRST:  # the next Q may still be on its way
-                    acc1, acc2 = dflash2_multiply(acc1, acc2, packed, last_it, v1_smem, v2_smem, v_full, V1, V2, N, N, STAGES, DT)
-                mbarrier.wait(q_full.index(next_place), ((turn + 1) // QBUF) & 1)
-                mbarrier.wait(k_full.index(slot), (it // STAGES) & 1)
-                s = dflash2_scores(
-                    q1_smem.index(next_place).reshape([64, D1]), q2_smem.index(next_place).reshape([64, D2 if D2 > 0 else D1]),
-                    k1_smem, k2_smem, slot, D1, D2, N, COLUMNS,
-                )  # fmt: skip
-                if PRODUCT_FIRST:
-                    s = warpgroup_mma_wait(0, [s])
-                else:
-                    acc1, acc2 = dflash2_multiply(acc1, acc2, packed, last_it, v1_smem, v2_smem, v_full, V1, V2, N, N, STAGES, DT)
-                    s = warpgroup_mma_wait(2 if V2 > 0 else 1, [s])
-                dflash2_arrive(anchor, FREE + slot, THREADS)
-                if Q_EARLY:
-                    dflash2_arrive_if(anchor, dead + 1 == end, FREE + 2 * STAGES + C, 128 + 32)
-                tile = dflash2_tile_number(dead, high_tile, low_tile, sink_tile, NUM_RANGES)
-                p, row_max, row_sum = dflash2_first_softmax(
-                    s, tile * N, last_row, low_row, sink_row, scale_log2, cap, N, COLUMNS, NUM_RANGES, CAP, NEGATIVE, CHAINS
-                )
-                acc1, acc2, packed = dflash2_settle(acc1, acc2, packed, V2)
-                packed = dflash2_first_pack(p, N, COLUMNS, DT)
-            else:
-                acc1, acc2 = dflash2_multiply(acc1, acc2, packed, last_it, v1_smem, v2_smem, v_full, V1, V2, N, N, STAGES, DT)
-                acc1, acc2, packed = dflash2_settle(acc1, acc2, packed, V2)
-            dflash2_arrive(anchor, FREE + STAGES + last_it % STAGES, THREADS)
-        else:
-            keys = gl.maximum(keys, 0)
-            low, sink, high_tile, low_tile, sink_tile, begin, end, dead, masked, full, last_row, low_row, sink_row = dflash2_extent(
-                C, first, rows, keys, right, table_ptr, split, num_splits, ROW, N, BLOCK_M, HAS_RIGHT, NUM_RANGES, SPLIT
-            )
-            top = gl.full([64], float("-inf"), gl.float32, ROW)
-            total_by_lane = gl.sum(gl.sum(gl.reshape(gl.zeros([64, N], gl.float32, S_LAYOUT), [64, N // 8, 4, 2]), 3), 1)
-            mbarrier.wait(q_full.index(q_place), (turn // QBUF) & 1)
-            if begin < end:
-                packed, top, total_by_lane, it = dflash2_start(
-                    it, begin, dead, end, C, anchor, q1, q2, k1_smem, k2_smem, k_full, v_full, last_row, low_row, sink_row,
-                    high_tile, low_tile, sink_tile, scale_log2, cap,
-                    D1, D2, N, COLUMNS, STAGES, WG, NUM_RANGES, TURNS, CAP, NEGATIVE, DT, CHAINS, Q_EARLY, LEAVE,
-                )  # fmt: skip
-                acc1, acc2, packed, top, total_by_lane, it = dflash2_rest(
-                    acc1, acc2, packed, top, total_by_lane, it, dead, masked, full, end, C, anchor,
-                    q1, q2, k1_smem, k2_smem, v1_smem, v2_smem, k_full, v_full, keys, low, sink, last_row, low_row, sink_row,
-                    high_tile, low_tile, sink_tile, scale_log2, cap, D1, D2, V1, V2, N, COLUMNS, STAGES, WG,
-                    CLEAN, NUM_RANGES, ALIGNED, TURNS, CAP, NEGATIVE, DT, CHAINS, HALVES, Q_EARLY,
-                )  # fmt: skip
-                if not Q_FREE_LAST and not Q_EARLY:
-                    mbarrier.arrive(q_free.index(q_place))
-                acc1, acc2 = dflash2_multiply(acc1, acc2, packed, it, v1_smem, v2_smem, v_full, V1, V2, N, N, STAGES, DT)
-                acc1, acc2, packed = dflash2_settle(acc1, acc2, packed, V2)
-                dflash2_arrive(anchor, FREE + STAGES + it % STAGES, THREADS)
-                it += 1
-            elif Q_EARLY:
-                dflash2_arrive(anchor, FREE + 2 * STAGES + C, 128 + 32)
-            elif not Q_FREE_LAST:
-                mbarrier.arrive(q_free.index(q_place))
+        elif Q_EARLY:
+            dflash2_arrive(anchor, FREE + 2 * STAGES + C, 128 + 32)
+        elif not Q_FREE_LAST:
+            mbarrier.arrive(q_free.index(q_place))
 
         batch = dflash2_field(work_smem, place, 1)
         head = dflash2_field(work_smem, place, 2)
@@ -879,11 +821,11 @@ def dflash2_consume(
                 lse_place += (batch * num_heads).to(gl.int64) * stride_lse
             if SPLIT:
                 lse_place += split.to(gl.int64) * num_heads * (1 if RAGGED else num_seqs) * stride_lse
-            gl.store(lse_ptr + head.to(gl.int64) * stride_lse + lse_place, lse, mask=row < rows_now)
+            gl.store(lse_ptr + head.to(gl.int64) * stride_lse + lse_place, lse, mask=row < rows)
         if RAGGED or SPLIT or DIRECT:
-            dflash2_store(acc1, out_ptr, batch, head, first_q, mine, rows_now, split, num_seqs, num_heads, seqlen_q, stride_om, stride_oh, stride_ob, 0, V1, HEAD_V, RAGGED, SPLIT)
+            dflash2_store(acc1, out_ptr, batch, head, first_q, mine, rows, split, num_seqs, num_heads, seqlen_q, stride_om, stride_oh, stride_ob, 0, V1, HEAD_V, RAGGED, SPLIT)
             if V2 > 0:
-                dflash2_store(acc2, out_ptr, batch, head, first_q, mine, rows_now, split, num_seqs, num_heads, seqlen_q, stride_om, stride_oh, stride_ob, V1, V2, HEAD_V, RAGGED, SPLIT)
+                dflash2_store(acc2, out_ptr, batch, head, first_q, mine, rows, split, num_seqs, num_heads, seqlen_q, stride_om, stride_oh, stride_ob, V1, V2, HEAD_V, RAGGED, SPLIT)
         else:
             o1 = o1_smem.index(C)
             o2 = o2_smem.index(C)
@@ -901,8 +843,7 @@ def dflash2_consume(
                 mbarrier.arrive(q_free.index(q_place))
         mbarrier.arrive(work_free.index(place))
         turn += 1
-        if not NEXT:
-            first, rows, keys = dflash2_receive(work_smem, work_full, turn)
+        first, rows, keys = dflash2_receive(work_smem, work_full, turn)
     tma.store_wait(0)
 
 
@@ -956,14 +897,13 @@ def dflash2_prefill_hopper(
     TURNS: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, SPLIT: gl.constexpr,
     O_IN_Q: gl.constexpr, DT: gl.constexpr, K_AHEAD: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
     QBUF: gl.constexpr, DIRECT: gl.constexpr, Q_EARLY: gl.constexpr, CHAINS: gl.constexpr, HALVES: gl.constexpr,
-    ALIGNED: gl.constexpr, NEXT: gl.constexpr, PRODUCT_FIRST: gl.constexpr,
+    ALIGNED: gl.constexpr,
 ):  # fmt: skip
     """Attention of all rows; persistent: a grid of at most one program per SM walks ``num_work`` tiles.
 
     D1 + D2, V1 + V2: columns of Q and K, of V. N: keys of a tile; STAGES: slots of K and of V; WG: groups of 64 rows.
-    TURNS: groups pass the tensor cores on to each other. QBUF: buffers of Q. NEXT: the first scores of a work are computed
-    beside the last product of the one before it (behind it under PRODUCT_FIRST); every work must have keys. ALIGNED: the diagonal runs through the corners
-    of the tiles, so that of a work only the first needs a mask, and the first group half of that one.
+    TURNS: groups pass the tensor cores on to each other. QBUF: buffers of Q. ALIGNED: the diagonal runs through the corners of
+    the tiles, so that of a work only the first needs a mask, and the first group half of that one.
     Q's memory: given back after the last scores and a hardware barrier (Q_EARLY), or taking the output first (O_IN_Q).
     DIRECT: output straight from registers. CHAINS, HALVES: see ``dflash2_softmax``.
     """
@@ -1009,19 +949,19 @@ def dflash2_prefill_hopper(
                 out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_ob, stride_lse,
                 seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
                 D1, D2, V1, V2, HEAD_V, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC,
-                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, CHAINS, HALVES, ALIGNED, NEXT, PRODUCT_FIRST)),
+                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, CHAINS, HALVES, ALIGNED)),
             (dflash2_consume, (1, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, o1_smem, o2_smem, o1_desc, o2_desc,
                 q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
                 out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_ob, stride_lse,
                 seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
                 D1, D2, V1, V2, HEAD_V, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC,
-                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, CHAINS, HALVES, ALIGNED, NEXT, PRODUCT_FIRST)),
+                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, CHAINS, HALVES, ALIGNED)),
             (dflash2_consume, (2, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, o1_smem, o2_smem, o1_desc, o2_desc,
                 q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
                 out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_ob, stride_lse,
                 seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
                 D1, D2, V1, V2, HEAD_V, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC,
-                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, CHAINS, HALVES, ALIGNED, NEXT, PRODUCT_FIRST)),
+                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, CHAINS, HALVES, ALIGNED)),
             (dflash2_produce, (q1_desc, q2_desc, k1_desc, k2_desc, v1_desc, v2_desc, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem,
                 q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
                 cu_q_ptr, cu_k_ptr, seq_lens_ptr, pages_ptr, table_ptr, counter_ptr, stride_pages,
@@ -1035,13 +975,13 @@ def dflash2_prefill_hopper(
                 out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_ob, stride_lse,
                 seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
                 D1, D2, V1, V2, HEAD_V, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC,
-                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, CHAINS, HALVES, ALIGNED, NEXT, PRODUCT_FIRST)),
+                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, CHAINS, HALVES, ALIGNED)),
             (dflash2_consume, (1, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, o1_smem, o2_smem, o1_desc, o2_desc,
                 q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
                 out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_ob, stride_lse,
                 seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
                 D1, D2, V1, V2, HEAD_V, N, STAGES, WG, HAS_RIGHT, RAGGED, PAGE, NUM_RANGES, DYNAMIC,
-                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, CHAINS, HALVES, ALIGNED, NEXT, PRODUCT_FIRST)),
+                TURNS, CAP, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, O_IN_Q, DT, QBUF, DIRECT, Q_EARLY, CHAINS, HALVES, ALIGNED)),
             (dflash2_produce, (q1_desc, q2_desc, k1_desc, k2_desc, v1_desc, v2_desc, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem,
                 q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
                 cu_q_ptr, cu_k_ptr, seq_lens_ptr, pages_ptr, table_ptr, counter_ptr, stride_pages,
