@@ -18,16 +18,18 @@ def config_for(width, width_v, short=False):
 
     short: no sequence is longer than SHORT, where tiles of 192 rows leave too much of the last one empty.
     """
-    if max(width, width_v) <= 64 and not short:  # exponentials bind: three groups take turns
-        return dict(N=128, STAGES=4, WG=3, O_IN_Q=False, CONSUMER_REGS=160, PRODUCER_REGS=32)
-    if max(width, width_v) <= 64:
-        return dict(N=128, STAGES=4, WG=2, O_IN_Q=False, CONSUMER_REGS=240, PRODUCER_REGS=24)
-    if max(width, width_v) <= 128:
-        stages = 2 if max(width, width_v) > 96 else 3
-        return dict(N=128, STAGES=stages, WG=2, O_IN_Q=False, CONSUMER_REGS=240, PRODUCER_REGS=24)
-    if width <= 192 and width_v <= 128:
-        return dict(N=128, STAGES=2, WG=2, O_IN_Q=True, CONSUMER_REGS=240, PRODUCER_REGS=24)
-    return dict(N=64, STAGES=2, WG=2, O_IN_Q=True, CONSUMER_REGS=240, PRODUCER_REGS=24)
+    plain = dict(N=128, STAGES=2, WG=2, O_IN_Q=False, QBUF=1, DIRECT=False, Q_EARLY=False, CHAINS=False, HALVES=False,
+                 CONSUMER_REGS=240, PRODUCER_REGS=24)  # fmt: skip
+    if max(width, width_v) <= 64:  # exponentials bind: maxima and exponentials are ordered for their pipe
+        small = {**plain, "STAGES": 4, "QBUF": 2, "CHAINS": True, "HALVES": True}
+        return small if short else {**small, "WG": 3, "CONSUMER_REGS": 160, "PRODUCER_REGS": 32}
+    if max(width, width_v) <= 96:
+        return {**plain, "STAGES": 3}
+    if max(width, width_v) <= 128:  # two Q beside two slots of K and V fill the memory
+        return {**plain, "QBUF": 2, "CHAINS": True}
+    if width <= 192 and width_v <= 128:  # no room for a second Q, nor for the output: Q comes early, the output leaves from registers
+        return {**plain, "DIRECT": True, "Q_EARLY": True}
+    return {**plain, "N": 64, "O_IN_Q": True}
 
 
 def width_of(head_dim):
@@ -124,19 +126,20 @@ def fit_section(heads, most):
 
 @functools.lru_cache(maxsize=4096)
 def plan_prefill(
-    num_seqs, num_heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v, masked_right, ragged, paged, longest, processors,
-    num_splits=None, config=None,
+    num_seqs, num_heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v, right, ragged, paged, longest, processors,
+    num_splits=None, windows=False, config=None,
 ):  # fmt: skip
     """How a call is launched: (compile-time arguments, row tiles, splits of the keys, heads of a section, programs).
 
     seqlen_q, seqlen_k: of a sequence, or of all packed ones together; with pages, keys that a block table can address.
-    masked_right: whether keys to the right of a query are hidden. longest: most queries of a sequence, or None.
+    right: keys after its own position that a query sees, or None: all. longest: most queries of a sequence, or None.
+    windows: whether some keys to the left are hidden.
     config: items of launch parameters that replace the tuned ones.
     """
     (width, _), (width_v, _) = width_of(head_dim), width_of(head_dim_v)
     longest = (longest or seqlen_q) if ragged else seqlen_q
-    # Turns pay where exponentials are many or every tile is whole; under the diagonal the groups drift apart by themselves.
-    turns = not masked_right or width < 128
+    # Measured: without a mask, groups of 128 columns drift apart by themselves; of 256, under one.
+    turns = right is not None if width == 128 else right is None if width == 256 else True
     chosen = {"DYNAMIC": True, "TURNS": turns, "K_AHEAD": True, **config_for(width, width_v, longest <= SHORT), **dict(config or ())}
     section, grid, block_m = chosen.pop("section", None), chosen.pop("grid", None), 64 * chosen["WG"]
     num_m = seqlen_q // block_m + num_seqs if ragged else -(-seqlen_q // block_m)
@@ -144,9 +147,12 @@ def plan_prefill(
     if num_splits is None:
         keys = seqlen_k if paged or not ragged else seqlen_k // max(1, num_seqs)
         num_splits = choose_splits(tiles, keys, chosen["N"], processors)
+    # Whether every tile but the first of a work is whole, and of that the first group sees the first half.
+    aligned = right == 0 and (seqlen_k - seqlen_q) % 128 == 0 and chosen["N"] == block_m == 128
+    chosen["ALIGNED"] = chosen.get("ALIGNED", True) and aligned and not (ragged or windows or num_splits > 1)
     if section is None:
         section = group * max(1, L2_BYTES // (2 * seqlen_k * (head_dim + head_dim_v)))
-        if masked_right:  # fewer leave the end of a section to a few long tiles
+        if right is not None:  # fewer leave the end of a section to a few long tiles
             section = max(8, section)
     return chosen, num_m, num_splits, fit_section(num_heads * num_seqs, section), min(tiles * num_splits, grid or processors)
 
@@ -156,7 +162,7 @@ def describe_prefill(p, right, *, ragged=False, page_size=0, processors=132):
     rows = p.B * p.Sq if ragged else p.Sq
     keys = -(-p.Sk // page_size) * page_size if page_size else p.B * p.Sk if ragged else p.Sk
     config, num_m, splits, section, grid = plan_prefill(
-        p.B, p.Hq, p.Hq // p.Hkv, rows, keys, p.D, p.Dv, right is not None, ragged, page_size > 0, p.Sq, processors
+        p.B, p.Hq, p.Hq // p.Hkv, rows, keys, p.D, p.Dv, right, ragged, page_size > 0, p.Sq, processors
     )
     (_, (d1, d2)) = width_of(p.D)
     tiles = num_m * p.Hq * (1 if ragged else p.B)
@@ -167,7 +173,7 @@ def describe_prefill(p, right, *, ragged=False, page_size=0, processors=132):
         f"Work: {tiles} tiles{f' in {splits} splits of the keys each, merged by a second launch' if splits > 1 else ''}, drawn from a "
         f"counter by {grid} programs; {section} heads side by side, so that their K and V stay in the L2 cache.",
     ]
-    lines.append("The warp groups take turns on the tensor cores." if config["TURNS"] else "The warp groups run freely: under the diagonal they drift apart by themselves.")
+    lines.append("The warp groups take turns on the tensor cores." if config["TURNS"] else "The warp groups run freely: they drift apart by themselves.")
     return lines
 
 
@@ -201,19 +207,19 @@ def launch_prefill(
     (_, (d1, d2)), (_, (v1, v2)) = width_of(head_dim), width_of(head_dim_v)
     group, processors = num_heads // num_kv_heads, _processors(q.device)
     config, num_m, num_splits, section, grid = plan_prefill(
-        num_seqs, num_heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v, right is not None, ragged, page_size > 0,
-        max_seqlen_q, processors, num_splits, None if config is None else tuple(sorted(config.items())),
+        num_seqs, num_heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v, right, ragged, page_size > 0,
+        max_seqlen_q, processors, num_splits, windows is not None, None if config is None else tuple(sorted(config.items())),
     )  # fmt: skip
     block_n = config["N"]
     sinks, seq_lens, block_table = (x if x is None or x.is_contiguous() else x.contiguous() for x in (sinks, seq_lens, block_table))
     table = None if windows is None else windows.table(q.device)
     work = num_m * num_heads * (1 if ragged else num_seqs) * num_splits
-    target, target_lse, strides_o = out, lse, (out4.stride(2), out4.stride(1))
+    target, target_lse, strides_o = out, lse, (out4.stride(2), out4.stride(1), out4.stride(0))
     if num_splits > 1:
         rows = (num_heads * seqlen_q) * (1 if ragged else num_seqs)
         target = torch.empty(num_splits, rows, head_dim_v, dtype=torch.float32, device=q.device)
         target_lse = torch.empty(num_splits, rows, dtype=torch.float32, device=q.device)
-        strides_o = (head_dim_v, seqlen_q * head_dim_v)
+        strides_o = (head_dim_v, seqlen_q * head_dim_v, num_heads * seqlen_q * head_dim_v)
     key_rows = min(page_size, block_n) if page_size else block_n
     positive = abs(scale)
     with torch.cuda.device(q.device):
