@@ -28,7 +28,15 @@ DECODE = ((32, 8, 128, 1, 64, BF16, None), (64, 8, 64, 1, 64, BF16, None), (28, 
 
 def hopper_compile_cases():
     """Yield (name, kernel, args, kwargs) of every launch of the Hopper kernels to compile."""
-    from . import hopper, hopper_decode, hopper_decode_kernel, hopper_kernel, hopper_mla_few_kernel, hopper_mla_kernel, merge_kernel
+    from . import (
+        hopper,
+        hopper_decode,
+        hopper_decode_kernel,
+        hopper_kernel,
+        hopper_mla_few_kernel,
+        hopper_mla_kernel,
+        merge_kernel,
+    )
 
     launches = []
     kernels = ((hopper_kernel, "dflash2_prefill_hopper"), (hopper_mla_few_kernel, "dflash2_mla_few_hopper"),
