@@ -392,7 +392,7 @@ def backends_table(doc=None, **changes):
         bold = "**" if e["impl"] == OURS else ""
         values = " | ".join(_short(e[n]) if n in e else "-" for n in ("ttft_ms", "itl_ms", "itl_p99_ms", "tok_s"))
         lines.append(f"| {bold}{implementation_title(e['impl'])}{bold} | {values} | {peak} |")
-    lines.append(f"\n*{results.caption(doc)}; random weights.*")
+    lines.append(f"\n*{results.caption(doc)}; random weights.{' ' + doc['note'] if 'note' in doc else ''}*")
     return Markdown("\n".join(lines))
 
 
