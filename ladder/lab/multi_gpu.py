@@ -36,7 +36,8 @@ def note(doc, text):
     """The line under a table: what it shows, and where it was recorded."""
     doc = doc or record()
     gpus = max(r["case"]["gpus"] for r in doc["rows"])
-    return f"\n*{text} {gpus} ranks; {results.caption(doc)}.*"
+    more = f" {doc['note']}" if "note" in doc else ""
+    return f"\n*{text} {gpus} ranks; {results.caption(doc)}.{more}*"
 
 
 def pair(measured, predicted, digits=3):
