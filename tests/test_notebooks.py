@@ -81,7 +81,7 @@ def test_nothing_local_is_kept(path):
         )
         assert not re.search(r"0x[0-9a-f]{6,}", text), text[:200]
         assert not re.search(r"(?i)\bwarning\b", text), text[:200]
-    assert path.stat().st_size < 1_000_000
+    assert path.stat().st_size < 1_200_000  # forges still render it
 
 
 @each
