@@ -425,7 +425,11 @@ def main(argv=None):
         os.environ[name] = value  # the switch's multicast: nothing here needs it, and its faults reach beyond a program
     os.environ.setdefault("NCCL_DEBUG", "WARN")
     end, failures, taken = time.monotonic() + args.seconds, [], {}
-    rows, earlier = kept_rows(args.json, args.only)
+    try:
+        old = earlier_document(args.json, args.device)
+    except (ValueError, OSError) as error:
+        parser.error(f"argument --json: {error}")
+    rows = []
     served = [p for p in PARTS if p in JOBS and p in args.only]
     starts = [("dispatch", dispatch), ("survive", survive)]
     starts = [(name, run, ()) for name, run in starts if name in args.only] + ([("serve", serve, (served,))] if served else [])
@@ -451,22 +455,43 @@ def main(argv=None):
                         continue
                     rows.append(dispatch_row(found, args.ranks) if "what" in found else found)
                     print(show(rows[-1]), flush=True)
-                extra = {"failures": failures, "seconds": taken, **({"earlier": earlier} if earlier else {})}
-                results.write(results.document(rows, device=args.device, **extra), args.json)
+                kept, extra = kept_rows(old, {r["case"]["part"] for r in rows})
+                partial = {"partial": True} if name != starts[-1][0] else {}  # also of a run that is stopped later on
+                doc = results.document(rows + kept, device=args.device, failures=failures, seconds=taken, **extra, **partial)
+                results.write(doc, args.json)
     for failure in failures:
         print(f"{failure['part']} failed: {failure['error']}", file=sys.stderr)
     return 1 if failures else 0
 
 
-def kept_rows(path, only):
-    """Rows of the parts that are not run again, of a file that is there already, and where they come from."""
-    if set(only) == set(PARTS) or not Path(path).exists():
+def earlier_document(path, device):
+    """The document that ``path`` holds already, or None.
+
+    Raises:
+        ValueError: it holds something else, or what another machine measured; OSError: it cannot be read.
+    """
+    if not Path(path).exists():
+        return None
+    try:
+        doc = json.loads(Path(path).read_text())
+        results.validate(doc)
+    except ValueError as error:
+        raise ValueError(f"{path} holds no results ({error}); want another file") from None
+    now = results.machine(device)
+    if any(doc["machine"].get(k) != now.get(k) for k in ("gpu", "torch")):
+        raise ValueError(f"{path} was recorded on {doc['machine'].get('gpu')}, torch {doc['machine'].get('torch')}; want another file for this machine")
+    return doc
+
+
+def kept_rows(old, measured):
+    """Rows of an earlier document of parts that have no new ones, and what is to be said of them: where they come from."""
+    kept = [r for r in old["rows"] if r["case"]["part"] not in measured] if old else []
+    if not kept:
         return [], {}
-    doc = json.loads(Path(path).read_text())
-    kept = [r for r in doc["rows"] if r["case"]["part"] not in only]
-    source = {k: doc[k] for k in ("recorded", "commit", "machine")}
-    parts = {r["case"]["part"] for r in kept}
-    return kept, {part: doc.get("earlier", {}).get(part, source) for part in sorted(parts)}
+    source = {k: old[k] for k in ("recorded", "commit", "machine")}
+    parts = sorted({r["case"]["part"] for r in kept})
+    said = {"note": old["note"]} if "note" in old else {}
+    return kept, {"earlier": {part: old.get("earlier", {}).get(part, source) for part in parts}, **said}
 
 
 if __name__ == "__main__":

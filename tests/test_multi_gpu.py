@@ -52,9 +52,21 @@ def test_a_part_that_fails_costs_only_itself(recorded, tmp_path, monkeypatch, ca
     doc = results.load(copy)
     assert doc["failures"] == [{"part": "dispatch", "error": "RuntimeError: the cable is out"}]
     parts = [r["case"]["part"] for r in doc["rows"]]
-    assert parts.count("survive") == 1 and "dispatch" not in parts and "engine" in parts  # other parts stay, and say whence
-    assert set(doc["earlier"]) == {"parity", "engine", "four_way"}
+    assert parts.count("survive") == 1 and {"dispatch", "engine"} <= set(parts)  # what has nothing new stays, and says whence
+    assert set(doc["earlier"]) == {"dispatch", "parity", "engine", "four_way"} and "partial" not in doc
     assert "dispatch failed: RuntimeError: the cable is out" in capsys.readouterr().err
+
+
+def test_a_file_of_another_machine_or_of_something_else_is_refused(recorded, tmp_path, capsys):
+    _, path = recorded
+    copy = tmp_path / "multi_gpu.json"
+    doc = json.loads(path.read_text())
+    doc["machine"]["gpu"] = "another"
+    for text, why in ((json.dumps(doc), "was recorded on another"), ("{", "holds no results")):
+        copy.write_text(text)
+        with pytest.raises(SystemExit):
+            bench.main(["--device", "cpu", "--json", str(copy)])
+        assert why in capsys.readouterr().err and copy.read_text() == text
 
 
 def test_a_part_without_time_says_so(tmp_path):

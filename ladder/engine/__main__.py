@@ -299,6 +299,10 @@ def run_bench(args):
         rows += stop.partial if isinstance(stop.partial, list) else [stop.partial] if stop.partial else []
     except KeyboardInterrupt:
         interrupted = True
+    except parallel.RankLost:
+        if rows:  # what is whole is kept
+            finish(rows, args, True)
+        raise
     return finish(rows, args, interrupted)
 
 

@@ -32,11 +32,11 @@ def missing(part, doc=None):
     return Markdown(f"*Not recorded yet: part {part}{why}. `{COMMAND}` on a machine with two GPUs records it; the cells around this one do not need it.*")
 
 
-def note(doc, text):
-    """The line under a table: what it shows, and where it was recorded."""
+def note(doc, text, attention=False):
+    """The line under a table: what it shows, and where it was recorded; with ``attention``, what the record says of its kernels."""
     doc = doc or record()
     gpus = max(r["case"]["gpus"] for r in doc["rows"])
-    more = f" {doc['note']}" if "note" in doc else ""
+    more = f" {doc['note']}" if attention and "note" in doc else ""
     return f"\n*{text} {gpus} ranks; {results.caption(doc)}.{more}*"
 
 
@@ -66,7 +66,7 @@ def layer_table(doc=None):
             f"| {1e3 * r['step_s']:.3g} | {1e3 * r['planning_s']:.3g} |"
         )
     c = found[0]["case"]
-    lines.append(note(doc, f"{c['layers']} layers of 64 experts, top 6, at V2-Lite's widths on GPUs. Planning is the exchange of counts over the host and the plan itself; exchange includes it. Routing is generated."))
+    lines.append(note(doc, f"{c['layers']} layers of 64 experts, top 6, at V2-Lite's widths on GPUs. Planning is the exchange of counts over the host and the plan itself; exchange includes it, and waiting for the other rank; both are those of the slowest rank. Routing is generated."))
     return Markdown("\n".join(lines))
 
 
@@ -111,7 +111,7 @@ def parity_table(doc=None):
     lines = ["| backend | experts | distance of the logits | same greedy tokens | |", "|:--|:--|--:|--:|:--|"]
     for r in found:
         lines.append(f"| {implementation_title(r['impl'])} | {r['case']['experts']} | {r['error']:.1e} | {100 * r['same_tokens']:.0f} % | {'within budget' if r['ok'] else '**too far**'} |")
-    lines.append(note(doc, f"{found[0]['case']['layers']} layers, random weights; distance is the norm of the difference over the norm. In 16 bits sums in another order choose another expert now and then."))
+    lines.append(note(doc, f"{found[0]['case']['layers']} layers, random weights; distance is the norm of the difference over the norm. In 16 bits sums in another order choose another expert now and then. Same tokens: of 3 prompts, 4 each.", True))
     return Markdown("\n".join(lines))
 
 
@@ -130,7 +130,7 @@ def engine_table(doc=None):
         lines.append(
             f"| {what}, {unit} | {first:,.0f} to {second:,.0f} ({better(first, second):.2f} x) | {ours[0]:,.4g} to {ours[1]:,.4g} ({better(*ours):.2f} x) | {predicted} |"
         )
-    lines.append(note(doc, "8 requests, 4,096 tokens in, 512 out, DeepSeek-V2-Lite in 16 bits, tensor parallel, random weights; better in brackets. The simulator knows attention, experts and exchange, and no launches, norms or output matrix."))
+    lines.append(note(doc, "8 requests, 4,096 tokens in, 512 out, DeepSeek-V2-Lite in 16 bits, tensor parallel, random weights; better in brackets. The simulator knows attention, experts and exchange, and no launches, norms or output matrix. Prompts in steps of 8,192 tokens.", True))
     return Markdown("\n".join(lines))
 
 
@@ -152,5 +152,5 @@ def four_way_table(doc=None):
         product = [gains["kernel"][n] * gains["scheduler"][n] for n in (0, 1)]
         lines.append(f"| {skew} | *product of the two* | | {pair(*product)} | | | |")
     c = found[0]["case"]
-    lines.append(note(doc, f"{c['concurrency']} requests, {c['input_len']:,} tokens in, {c['output_len']} out, DeepSeek-V2-Lite in 16 bits, whole experts on each rank, random weights with biased routers. The simulator's kernel is faster attention alone, at the recorded speed of one GPU; the engine's step 08 also fuses what surrounds it."))
+    lines.append(note(doc, f"{c['concurrency']} requests, {c['input_len']:,} tokens in, {c['output_len']} out, DeepSeek-V2-Lite in 16 bits, whole experts on each rank, random weights with biased routers. The simulator's kernel is faster attention alone, at the recorded speed of one GPU; the engine's step 08 also fuses what surrounds it.", True))
     return Markdown("\n".join(lines))
