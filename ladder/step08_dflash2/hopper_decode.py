@@ -11,7 +11,6 @@ from .hopper import _counter, _describe, _processors
 TILE = 64  # rows, and keys
 MIN_TILES = 4  # fewer keys are read faster than their partial result is merged
 STAGES = {64: 3, 128: 2}  # tiles of K and of V under way in each of two programs a processor: more read slower, see TUNING.md
-WAVES = 4
 MAXNREG = 128  # and its registers
 
 
@@ -50,8 +49,7 @@ def plan_decode(batch, rows, num_kv_heads, capacity, processors, num_kv_splits):
     """(row tiles, found on the device, slots, splits of a sequence when not, target, most): see ``decode_kernel.dflash2_chunk``."""
     row_tiles = -(-rows // TILE)
     tasks = row_tiles * num_kv_heads
-    # Where there are more works than places, finer ones: the last of them end together.
-    target = max(1, (2 if batch * tasks < 2 * processors else 2 * WAVES) * processors // tasks)
+    target = max(1, 2 * processors // tasks)  # finer works end more together, and cost more: see TUNING.md
     most = max(target, 8 * processors // tasks)
     if num_kv_splits is not None:
         return row_tiles, False, batch * num_kv_splits, num_kv_splits, target, most
