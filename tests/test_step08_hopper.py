@@ -90,6 +90,16 @@ def test_tiles_are_aligned_only_where_the_diagonal_meets_their_corners():
         assert not planned(1024, 1024, 0, **other)
 
 
+def test_sections_follow_what_was_measured():
+    def heads(seqlen_k, head_dims, limited, group=1):
+        return hopper.choose_section(group, 2 * seqlen_k * head_dims, seqlen_k, limited)
+
+    assert [heads(n, 256, False) for n in (1024, 4096, 32768, 131072)] == [2, 2, 2, 1]
+    assert heads(4096, 256, False, 8) == 8 and heads(32768, 320, False) == 1
+    assert [heads(n, 256, True) for n in (4096, 16384, 32768, 131072)] == [21, 8, 4, 2]
+    assert heads(4096, 320, True) == 16 and heads(131072, 256, True, 8) == 8  # heads that share K and V stay together
+
+
 def test_sections_are_even():
     assert hopper.fit_section(16, 3) == 2  # not 3, 3, 3, 3, 3, 1: the one would run alone
     assert hopper.fit_section(64, 12) == 8

@@ -284,7 +284,7 @@ def _launch_decode(
 ):  # fmt: skip
     """Launch ``dflash2_decode`` on checked arguments, q and out (B, q_len, Hq, .), none of them empty; fills out and lse."""
     group, page_size = q.shape[2] // k_cache.shape[2], k_cache.shape[1]
-    if not latent and config is None and hopper_decode.pays(q.shape[1] * group, page_size) and hopper_code(q.device) is not None:
+    if not latent and config is None and hopper_decode.pays(q.shape[3], q.shape[1] * group, page_size) and hopper_code(q.device) is not None:
         what = dict(scale=scale, windows=windows, softcap=softcap, schedule=schedule)
         if hopper_decode.supports_decode(q, k_cache, v_cache, out, **what) is None:
             what = dict(scale=scale, right=right, sinks=sinks, num_kv_splits=num_kv_splits, workspace=workspace)

@@ -90,15 +90,20 @@ def dflash2_find(
             total, longest = total + tl.sum(tiles), tl.maximum(longest, tl.max(tiles))
         chunk = dflash2_chunk(total, longest, batch, target, most, min_tiles)
         seq, before, used = 0, 0, 0
-        for first in range(0, batch, BLOCK_B):
-            b = first + tl.arange(0, BLOCK_B)
-            length = tl.load(seq_lens_ptr + b, mask=b < batch, other=0)
-            length = tl.where((length < 0) | (length > capacity), 0, length)
-            tiles, _, _, _, _ = dflash2_visited(length, q_len, windows_ptr, NUM_RANGES, BLOCK_N)
-            splits = tl.where(b < batch, dflash2_splits(tiles, chunk), 0)
-            done = (b < batch) & (used + tl.cumsum(splits) <= slot)  # sequences whose slots all come before
-            seq, before = seq + tl.sum(done.to(tl.int32)), before + tl.sum(tl.where(done, splits, 0))
-            used += tl.sum(splits)
+        if longest * batch == total:  # as many tiles in every sequence: no need to look at each
+            each = dflash2_splits(longest, chunk)
+            seq = slot // each
+            before = seq * each
+        else:
+            for first in range(0, batch, BLOCK_B):
+                b = first + tl.arange(0, BLOCK_B)
+                length = tl.load(seq_lens_ptr + b, mask=b < batch, other=0)
+                length = tl.where((length < 0) | (length > capacity), 0, length)
+                tiles, _, _, _, _ = dflash2_visited(length, q_len, windows_ptr, NUM_RANGES, BLOCK_N)
+                splits = tl.where(b < batch, dflash2_splits(tiles, chunk), 0)
+                done = (b < batch) & (used + tl.cumsum(splits) <= slot)  # sequences whose slots all come before
+                seq, before = seq + tl.sum(done.to(tl.int32)), before + tl.sum(tl.where(done, splits, 0))
+                used += tl.sum(splits)
     return seq, slot - before, chunk
 
 

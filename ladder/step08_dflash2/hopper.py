@@ -117,6 +117,20 @@ def choose_splits(tiles, seqlen_k, block_n, processors):
     return next(s for s in range(1, most + 1) if filled(s) >= 0.85 * best)
 
 
+def choose_section(group, kv_bytes, seqlen_k, limited):
+    """Query heads side by side, for kv_bytes of K and V a KV head; ``limited``: rows differ in the keys they see. Measured, see TUNING.md.
+
+    Without a limit all tiles weigh the same: few heads, so that programs share K and V while they come from memory, and the
+    next head's come one by one. Under the diagonal the heaviest tiles of a section come first, and its light ones fill the
+    gaps that they leave: more heads, as long as their K and V stay in the L2 cache, and of the longest a few even so.
+    """
+    fit = L2_BYTES // kv_bytes
+    if not limited:
+        return max(group, min(2, fit))
+    least = 8 if seqlen_k <= 16384 else 4 if seqlen_k <= 65536 else 2
+    return max(least, group * max(1, 4 * fit // 3))
+
+
 def fit_section(heads, most):
     """At most ``most`` heads side by side, and no small rest: its longest tiles would be alone at the end."""
     most = min(most, heads)
@@ -151,9 +165,7 @@ def plan_prefill(
     aligned = right == 0 and (seqlen_k - seqlen_q) % 128 == 0 and chosen["N"] == block_m == 128
     chosen["ALIGNED"] = chosen.get("ALIGNED", True) and aligned and not (ragged or windows or num_splits > 1)
     if section is None:
-        section = group * max(1, L2_BYTES // (2 * seqlen_k * (head_dim + head_dim_v)))
-        if right is not None:  # fewer leave the end of a section to a few long tiles
-            section = max(8, section)
+        section = choose_section(group, 2 * seqlen_k * (head_dim + head_dim_v), seqlen_k, right is not None)
     return chosen, num_m, num_splits, fit_section(num_heads * num_seqs, section), min(tiles * num_splits, grid or processors)
 
 

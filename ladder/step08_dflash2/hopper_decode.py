@@ -10,6 +10,7 @@ from .hopper import _counter, _describe, _processors
 
 TILE = 64  # rows, and keys
 MIN_TILES = 4  # fewer keys are read faster than their partial result is merged
+MOST = 8  # works a processor where one sequence stands out, so that the others' fill in beside it
 STAGES = {64: 3, 128: 2}  # tiles of K and of V under way in each of two programs a processor: more read slower, see TUNING.md
 MAXNREG = 128  # and its registers
 
@@ -37,11 +38,11 @@ def supports_decode(q, k_cache, v_cache, out, *, scale, windows=None, softcap=0.
     return None
 
 
-def pays(rows, page_size):
-    """Whether this kernel is the faster one, measured: where a tile spans several pages, which a thread of the portable kernel
-    looks up one by one, or where its rows take more than its 16; see TUNING.md.
+def pays(head_dim, rows, page_size):
+    """Whether this kernel is the faster one, measured: with heads of 128 everywhere; with heads of 64 where a tile spans several
+    pages, which a thread of the portable kernel looks up one by one, or where its rows take more than its 16; see TUNING.md.
     """
-    return page_size < TILE or rows > 16
+    return head_dim == 128 or page_size < TILE or rows > 16
 
 
 @functools.lru_cache(maxsize=1024)
@@ -50,7 +51,7 @@ def plan_decode(batch, rows, num_kv_heads, capacity, processors, num_kv_splits):
     row_tiles = -(-rows // TILE)
     tasks = row_tiles * num_kv_heads
     target = max(1, 2 * processors // tasks)  # finer works end more together, and cost more: see TUNING.md
-    most = max(target, 8 * processors // tasks)
+    most = max(target, MOST * processors // tasks)
     if num_kv_splits is not None:
         return row_tiles, False, batch * num_kv_splits, num_kv_splits, target, most
     of_one = max(1, -(-capacity // TILE) // MIN_TILES)
@@ -117,6 +118,6 @@ def launch_decode(q, k_cache, v_cache, block_table, seq_lens, out, lse, *, scale
             *q.stride()[:3], *out.stride()[:3], block_table.stride(0),
             batch, num_kv_heads, q_len, *numbers, q_len if right is None else right, abs(scale) * LOG2_E,
             GROUP=group, D=head_dim, PAGE=page_size, STAGES=STAGES[head_dim], FOUND=found, BLOCK_B=block_b, NEGATIVE=scale < 0,
-            HAS_SINKS=sinks is not None, HAS_LSE=lse is not None,
+            HAS_SINKS=sinks is not None, HAS_LSE=lse is not None, MERGE_ROWS=4 if rows <= 4 else 8,
             DT=gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16, num_warps=4, maxnreg=MAXNREG,
         )  # fmt: skip

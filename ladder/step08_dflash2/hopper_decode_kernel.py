@@ -51,8 +51,11 @@ def dflash2_decode_add(a, b):
 
 @gluon.jit
 def dflash2_decode_cut(seq_lens_ptr, batch, capacity, target, most, min_tiles, num_splits, FOUND: gl.constexpr, BLOCK_B: gl.constexpr):
-    """(tiles of a split, slots in use): how the batch is cut, as ``decode_kernel.dflash2_chunk`` does it. One warp's work."""
+    """(tiles of a split, slots in use, splits of every sequence where all have as many tiles, else 0): how the batch is cut, as
+    ``decode_kernel.dflash2_chunk`` does it. One warp's work.
+    """
     chunk = 1
+    each = 0
     slots = batch * num_splits
     if FOUND and BLOCK_B == 1:
         tiles = dflash2_decode_tiles(gl.load(seq_lens_ptr), capacity)
@@ -70,16 +73,20 @@ def dflash2_decode_cut(seq_lens_ptr, batch, capacity, target, most, min_tiles, n
         mean = (total + batch - 1) // batch
         wanted = gl.where(longest * 4 > mean * 5, most, target)
         chunk = gl.maximum(min_tiles, (total + wanted - 1) // wanted)
-        slots = 0
-        for first in range(0, batch, BLOCK_B):
-            b = first + gl.arange(0, BLOCK_B, LAYOUT)
-            tiles = dflash2_decode_tiles(gl.load(seq_lens_ptr + b, mask=b < batch, other=0), capacity)
-            slots += gl.sum(gl.where(b < batch, dflash2_decode_splits(tiles, chunk), 0), 0)
-    return chunk, slots
+        if longest * batch == total:  # no need to look at each
+            each = dflash2_decode_splits(longest, chunk)
+            slots = each * batch
+        else:
+            slots = 0
+            for first in range(0, batch, BLOCK_B):
+                b = first + gl.arange(0, BLOCK_B, LAYOUT)
+                tiles = dflash2_decode_tiles(gl.load(seq_lens_ptr + b, mask=b < batch, other=0), capacity)
+                slots += gl.sum(gl.where(b < batch, dflash2_decode_splits(tiles, chunk), 0), 0)
+    return chunk, slots, each
 
 
 @gluon.jit
-def dflash2_decode_find(slot, chunk, seq_lens_ptr, batch, capacity, num_splits, FOUND: gl.constexpr, BLOCK_B: gl.constexpr):
+def dflash2_decode_find(slot, chunk, each, seq_lens_ptr, batch, capacity, num_splits, FOUND: gl.constexpr, BLOCK_B: gl.constexpr):
     """(sequence, split, splits of it, its length) of a slot in use."""
     if FOUND and BLOCK_B == 1:
         seq = slot * 0
@@ -90,15 +97,19 @@ def dflash2_decode_find(slot, chunk, seq_lens_ptr, batch, capacity, num_splits, 
         LAYOUT: gl.constexpr = gl.BlockedLayout([BLOCK_B // 32], [32], [1], [0])
         seq = 0
         before = 0
-        used = 0
-        for first in range(0, batch, BLOCK_B):
-            b = first + gl.arange(0, BLOCK_B, LAYOUT)
-            tiles = dflash2_decode_tiles(gl.load(seq_lens_ptr + b, mask=b < batch, other=0), capacity)
-            wants = gl.where(b < batch, dflash2_decode_splits(tiles, chunk), 0)
-            done = (b < batch) & (used + gl.associative_scan(wants, 0, dflash2_decode_add) <= slot)
-            seq += gl.sum(done.to(gl.int32), 0)
-            before += gl.sum(gl.where(done, wants, 0), 0)
-            used += gl.sum(wants, 0)
+        if each > 0:
+            seq = slot // each
+            before = seq * each
+        else:
+            used = 0
+            for first in range(0, batch, BLOCK_B):
+                b = first + gl.arange(0, BLOCK_B, LAYOUT)
+                tiles = dflash2_decode_tiles(gl.load(seq_lens_ptr + b, mask=b < batch, other=0), capacity)
+                wants = gl.where(b < batch, dflash2_decode_splits(tiles, chunk), 0)
+                done = (b < batch) & (used + gl.associative_scan(wants, 0, dflash2_decode_add) <= slot)
+                seq += gl.sum(done.to(gl.int32), 0)
+                before += gl.sum(gl.where(done, wants, 0), 0)
+                used += gl.sum(wants, 0)
         length = gl.load(seq_lens_ptr + seq)
         split = slot - before
         splits = dflash2_decode_splits(dflash2_decode_tiles(length, capacity), chunk)
@@ -156,7 +167,7 @@ def dflash2_decode_produce(
     D: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, FOUND: gl.constexpr, BLOCK_B: gl.constexpr,
 ):  # fmt: skip
     anchor = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    chunk, slots = dflash2_decode_cut(seq_lens_ptr, batch, capacity, target, most, min_tiles, num_splits, FOUND, BLOCK_B)
+    chunk, slots, each = dflash2_decode_cut(seq_lens_ptr, batch, capacity, target, most, min_tiles, num_splits, FOUND, BLOCK_B)
     heads = num_kv_heads * row_tiles  # tiles that share keys run side by side, then heads that are neighbours in memory
     num_work = slots * heads
     t = gl.program_id(0)
@@ -167,7 +178,7 @@ def dflash2_decode_produce(
     splits = 1
     length = 0
     if t < num_work:
-        seq, split, splits, length = dflash2_decode_find(t // heads, chunk, seq_lens_ptr, batch, capacity, num_splits, FOUND, BLOCK_B)
+        seq, split, splits, length = dflash2_decode_find(t // heads, chunk, each, seq_lens_ptr, batch, capacity, num_splits, FOUND, BLOCK_B)
     dflash2_decode_tell(work_smem, work_full, work_free, turn, t, seq, split, splits, length)
     while seq >= 0:
         kv_head = t % heads // row_tiles
@@ -193,7 +204,7 @@ def dflash2_decode_produce(
         t = ticket + gl.num_programs(0)
         seq = -1
         if t < num_work:
-            seq, split, splits, length = dflash2_decode_find(t // heads, chunk, seq_lens_ptr, batch, capacity, num_splits, FOUND, BLOCK_B)
+            seq, split, splits, length = dflash2_decode_find(t // heads, chunk, each, seq_lens_ptr, batch, capacity, num_splits, FOUND, BLOCK_B)
         turn += 1
         dflash2_decode_tell(work_smem, work_full, work_free, turn, t, seq, split, splits, length)
         for tile in range(first + STAGES, last):
@@ -209,15 +220,14 @@ def dflash2_decode_produce(
 @gluon.jit
 def dflash2_decode_merge(
     part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, first_part, splits, seq, num_kv_heads, kv_head, first_row, q_len,
-    stride_om, stride_oh, GROUP: gl.constexpr, D: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, DT: gl.constexpr,
+    stride_om, stride_oh, GROUP: gl.constexpr, D: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, SOME: gl.constexpr, DT: gl.constexpr,
 ):  # fmt: skip
     """out = sum_s 2^(lse_s - lse) out_s, lse = log2 sum_s 2^lse_s for the rows of one tile, by the last split to finish.
 
     Splits are added in their order, not in that of arrival: the same bits on every run. They are read past L1 (.cg), which
     may hold what the workspace was before. A sink is one more split, of no value.
     """
-    SPLITS: gl.constexpr = 8  # under way together
-    SOME: gl.constexpr = 8  # rows
+    SPLITS: gl.constexpr = 64 // SOME  # under way together, of SOME rows
     L3: gl.constexpr = gl.BlockedLayout([SPLITS, 1, D // 32], [1, 1, 32], [1, 4, 1], [2, 1, 0])
     L2: gl.constexpr = gl.SliceLayout(2, L3)
     ROW: gl.constexpr = gl.SliceLayout(0, L2)
@@ -264,7 +274,7 @@ def dflash2_decode_consume(
     stride_qb, stride_qm, stride_qh, stride_ob, stride_om, stride_oh, q_len, right, num_kv_heads, row_tiles, capacity, num_slots,
     scale_log2,
     GROUP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr,
-    HAS_LSE: gl.constexpr, DT: gl.constexpr,
+    HAS_LSE: gl.constexpr, MERGE_ROWS: gl.constexpr, DT: gl.constexpr,
 ):  # fmt: skip
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -375,7 +385,7 @@ def dflash2_decode_consume(
                     gl.store(counter, 0)  # ready for the next launch
                     dflash2_decode_merge(
                         part_out_ptr, part_lse_ptr, out_ptr + seq.to(gl.int64) * stride_ob, lse_ptr, sinks_ptr, part - split * rows,
-                        splits, seq, num_kv_heads, kv_head, first_row, q_len, stride_om, stride_oh, GROUP, D, HAS_SINKS, HAS_LSE, DT,
+                        splits, seq, num_kv_heads, kv_head, first_row, q_len, stride_om, stride_oh, GROUP, D, HAS_SINKS, HAS_LSE, MERGE_ROWS, DT,
                     )  # fmt: skip
         turn += 1
         mbarrier.wait(work_full.index(turn % PLACES), (turn // PLACES) & 1)
@@ -394,12 +404,13 @@ def dflash2_decode_hopper(
     stride_qb, stride_qm, stride_qh, stride_ob, stride_om, stride_oh, stride_pages,
     batch, num_kv_heads, q_len, capacity, num_slots, num_splits, target, most, min_tiles, right, scale_log2,
     GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, FOUND: gl.constexpr, BLOCK_B: gl.constexpr,
-    NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, DT: gl.constexpr,
+    NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, MERGE_ROWS: gl.constexpr, DT: gl.constexpr,
 ):  # fmt: skip
     """Works of 64 rows (token, head) of one KV group over one split of the sequence's tiles, drawn from a counter by as many
     programs as the chip holds.
 
-    The last program to finish a split of a sequence adds them up. A part is the ``rows`` of a work: ``part_out`` (KV heads * num_slots * rows, D) float32 and ``part_lse``, log2.
+    The last program to finish a split of a sequence adds them up, MERGE_ROWS rows at a time. A part is the ``rows`` of a work:
+    ``part_out`` (KV heads * num_slots * rows, D) float32 and ``part_lse``, log2.
     """
     row_tiles = (q_len * GROUP + ROWS - 1) // ROWS
     q_smem = gl.allocate_shared_memory(DT, [ROWS, D], gl.NVMMASharedLayout(128, 16, rank=2))
@@ -422,7 +433,7 @@ def dflash2_decode_hopper(
             q_smem, k_smem, v_smem, k_full, v_full, work_smem, work_full, work_free,
             q_ptr, out_ptr, part_out_ptr, part_lse_ptr, lse_ptr, sinks_ptr, arrivals_ptr,
             stride_qb, stride_qm, stride_qh, stride_ob, stride_om, stride_oh, q_len, right, num_kv_heads, row_tiles, capacity,
-            num_slots, scale_log2, GROUP, D, STAGES, NEGATIVE, HAS_SINKS, HAS_LSE, DT)),
+            num_slots, scale_log2, GROUP, D, STAGES, NEGATIVE, HAS_SINKS, HAS_LSE, MERGE_ROWS, DT)),
         (dflash2_decode_produce, (
             k_desc, v_desc, k_smem, v_smem, k_full, v_full, work_smem, work_full, work_free, pages_ptr, seq_lens_ptr, counter_ptr,
             stride_pages, batch, num_kv_heads, row_tiles, capacity, num_splits, target, most, min_tiles,

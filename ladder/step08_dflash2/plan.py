@@ -148,7 +148,7 @@ def _explain_decode(p, windows, softcap, sinks, device):
         decode._reach(windows, p.q_len), None,
     )  # fmt: skip
     tiles, rows = plan.config, p.q_len * (p.Hq // p.Hkv)
-    if not p.latent and not words and hopper_code(device) is not None and hopper_decode.pays(rows, p.page_size):
+    if not p.latent and not words and hopper_code(device) is not None and hopper_decode.pays(p.D, rows, p.page_size):
         q, cache = torch.empty(1, p.q_len, p.Hq, p.D, dtype=dtype, device="meta"), torch.empty(1, p.page_size, p.Hkv, p.D, dtype=dtype, device="meta")
         if p.D == p.Dv and hopper_decode.supports_decode(q, cache, cache, q, scale=1.0) is None:
             return "\n".join([*lines, *hopper_decode.describe_decode(p, processors)])
