@@ -209,8 +209,8 @@ def dflash2_publish(work_smem, work_full, work_free, turn, first, batch, head, r
 
 
 @gluon.jit
-def dflash2_field(work_smem, place, I: gl.constexpr):
-    return gl.max(work_smem.index(8 * place + I).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+def dflash2_field(work_smem, place, I: gl.constexpr, WARPS: gl.constexpr = 4):
+    return gl.max(work_smem.index(8 * place + I).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
 @gluon.jit
@@ -385,14 +385,24 @@ def dflash2_produce(
                 mine = ahead
                 ahead = coming
         turn += 1
-        first = next_first
-        batch = next_batch
-        head = next_head
-        rows = next_rows
-        first_q = next_first_q
-        keys = next_keys
-        first_k = next_first_k
-        split = next_split
+        if PAGE > 0:  # what was told is read back: held through the tiles it would want the registers of the pages
+            place = turn % PLACES
+            first = dflash2_field(work_smem, place, 0, 1)
+            batch = dflash2_field(work_smem, place, 1, 1)
+            head = dflash2_field(work_smem, place, 2, 1)
+            rows = dflash2_field(work_smem, place, 3, 1)
+            first_q = dflash2_field(work_smem, place, 4, 1)
+            keys = dflash2_field(work_smem, place, 5, 1)
+            split = dflash2_field(work_smem, place, 7, 1)
+        else:
+            first = next_first
+            batch = next_batch
+            head = next_head
+            rows = next_rows
+            first_q = next_first_q
+            keys = next_keys
+            first_k = next_first_k
+            split = next_split
 
 
 @gluon.jit
