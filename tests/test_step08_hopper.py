@@ -100,6 +100,35 @@ def test_sections_follow_what_was_measured():
     assert heads(4096, 320, True) == 16 and heads(131072, 256, True, 8) == 8  # heads that share K and V stay together
 
 
+@pytest.mark.parametrize("block", (64, 128))
+def test_no_tile_of_packed_queries_is_left_out_of_a_tight_plan(block):
+    for seed in range(300):
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(0, 5, (1 + seed % 5,), generator=generator) * torch.randint(1, 3, (1,), generator=generator) * 64
+        lengths = (lengths + torch.randint(0, 2, lengths.shape, generator=generator)).tolist()
+        total = sum(lengths)
+        if not total:
+            continue
+        _, num_m, *_ = hopper.plan_prefill(
+            len(lengths), 8, 1, total, 4096, 128, 128, 0, True, True, max(lengths), 132, None, False,
+            (("WG", block // 64), ("tight", True)),
+        )  # fmt: skip
+        start, last = 0, 0  # sequence s owns the tiles start // block + s and on
+        for s, length in enumerate(lengths):
+            last = max(last, start // block + s + -(-length // block) if length else 0)
+            start += length
+        assert last <= num_m, lengths
+
+
+def test_a_tight_plan_splits_by_the_tiles_that_hold_queries():
+    def splits(**config):
+        return hopper.plan_prefill(
+            1, 16, 1, 512, 131584, 128, 128, 0, True, True, 512, 132, None, False, tuple(config.items())
+        )[1:3]
+
+    assert splits() == (5, 3) and splits(tight=True) == (4, 2)  # 240 works, of which 48 empty; 128, none empty
+
+
 def test_sections_are_even():
     assert hopper.fit_section(16, 3) == 2  # not 3, 3, 3, 3, 3, 1: the one would run alone
     assert hopper.fit_section(64, 12) == 8

@@ -10,6 +10,7 @@ L2_BYTES = 32 << 20  # of the 50 MB: K and V of the heads that run side by side
 WIDTHS = ((64, (64, 0)), (96, (64, 32)), (128, (128, 0)), (192, (128, 64)), (256, (256, 0)))  # as tiles: powers of two
 MAX_SPLITS = 32
 SHORT = 2048  # queries
+TIGHT = False  # see ``plan_prefill``
 
 
 @functools.cache
@@ -148,16 +149,21 @@ def plan_prefill(
     seqlen_q, seqlen_k: of a sequence, or of all packed ones together; with pages, keys that a block table can address.
     right: keys after its own position that a query sees, or None: all. longest: most queries of a sequence, or None.
     windows: whether some keys to the left are hidden.
-    config: items of launch parameters that replace the tuned ones.
+    config: items of launch parameters that replace the tuned ones. Its ``tight``: of packed sequences only count row tiles
+    that may hold queries. A tile for each sequence stands empty where lengths are whole tiles, and counted in they cost splits.
     """
     (width, _), (width_v, _) = width_of(head_dim), width_of(head_dim_v)
     longest = (longest or seqlen_q) if ragged else seqlen_q
     # Measured: without a mask, groups of 128 columns drift apart by themselves; of 256, under one.
     turns = right is not None if width == 128 else right is None if width == 256 else True
     chosen = {"DYNAMIC": True, "TURNS": turns, "K_AHEAD": True, **config_for(width, width_v, longest <= SHORT), **dict(config or ())}
-    section, grid, block_m = chosen.pop("section", None), chosen.pop("grid", None), 64 * chosen["WG"]
+    section, grid, tight, block_m = chosen.pop("section", None), chosen.pop("grid", None), chosen.pop("tight", TIGHT), 64 * chosen["WG"]
     num_m = seqlen_q // block_m + num_seqs if ragged else -(-seqlen_q // block_m)
-    tiles = num_m * num_heads * (1 if ragged else num_seqs)
+    filled = num_m  # row tiles that may hold queries
+    if ragged and tight:
+        num_m = max(1, -(-seqlen_q // block_m) + num_seqs - 1)  # behind the last sequence none is empty
+        filled = min(num_m, num_seqs * -(-longest // block_m))
+    tiles = filled * num_heads * (1 if ragged else num_seqs)
     if num_splits is None:
         keys = seqlen_k if paged or not ragged else seqlen_k // max(1, num_seqs)
         num_splits = choose_splits(tiles, keys, chosen["N"], processors)
@@ -166,7 +172,8 @@ def plan_prefill(
     chosen["ALIGNED"] = chosen.get("ALIGNED", True) and aligned and not (ragged or windows or num_splits > 1)
     if section is None:
         section = choose_section(group, 2 * seqlen_k * (head_dim + head_dim_v), seqlen_k, right is not None)
-    return chosen, num_m, num_splits, fit_section(num_heads * num_seqs, section), min(tiles * num_splits, grid or processors)
+    work = num_m * num_heads * (1 if ragged else num_seqs) * num_splits
+    return chosen, num_m, num_splits, fit_section(num_heads * num_seqs, section), min(work, grid or processors)
 
 
 def describe_prefill(p, right, *, ragged=False, page_size=0, processors=132):
