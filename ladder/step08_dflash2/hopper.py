@@ -253,7 +253,7 @@ def merge_splits(part_out, part_lse, out, lse, sinks):
 
 
 MLA_TILE = 64  # rows, and keys
-MLA_TURNS = True  # of "pair": the odd scores after the even ones
+MLA_TURNS = 2  # of "pair"
 MLA_MIN_TILES = 4  # fewer keys are read faster than their partial result is merged
 
 

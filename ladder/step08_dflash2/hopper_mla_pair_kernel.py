@@ -45,14 +45,14 @@ from .hopper_mla_kernel import (
     STAGES,
     dflash2_mla_copy,
     dflash2_mla_slot,
-    dflash2_mla_softmax,
     dflash2_mla_store,
     dflash2_mla_tiles,
 )
 
 EVEN_P = gl.constexpr(11)  # hardware barriers behind those of the pieces: probabilities of the even tile are there, of the odd one
 ODD_P = gl.constexpr(12)
-ODD_TURN = gl.constexpr(13)  # the even scores are all but done
+ODD_TURN = gl.constexpr(13)  # the even scores are all but done; the odd ones
+EVEN_TURN = gl.constexpr(15)
 SUMS = gl.constexpr(14)
 
 
@@ -116,6 +116,26 @@ def dflash2_mla_pair_scores(q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem
         s = warpgroup_mma(q1, left, s, is_async=True)
     mbarrier.wait(k_full.index(LAST + SLOT), phase)
     return warpgroup_mma(q3, k3_smem.index(SLOT + zero).reshape([KEYS, ROPE]).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def dflash2_mla_pair_mask(s, tile, last_key, low_key, NEGATIVE: gl.constexpr):
+    """Hide the keys behind the last one of a row. No tile that the first row sees whole spends instructions on it."""
+    if NEGATIVE:
+        s = -s
+    if tile * KEYS + KEYS - 1 > low_key:
+        column = gl.arange(0, KEYS, gl.SliceLayout(0, s.type.layout))[None, :]
+        s = gl.where(column <= (last_key - tile * KEYS)[:, None], s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def dflash2_mla_pair_softmax(s, row_max, row_sum, scale_log2):
+    new_max = gl.maximum(row_max, gl.max(s, 1))
+    shift = gl.where(new_max == float("-inf"), 0.0, new_max * scale_log2)  # -inf - -inf would be NaN
+    alpha = gl.exp2(row_max * scale_log2 - shift)
+    p = gl.exp2(s * scale_log2 - shift[:, None])
+    return p, new_max, row_sum * alpha + gl.sum(p, 1), alpha
 
 
 @gluon.jit
@@ -186,6 +206,7 @@ def dflash2_mla_pair_even(
     anchor = gl.full([128], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
     row = first_row + gl.arange(0, ROWS, ROW)
     last_key = gl.minimum(length - 1, length - q_len + row // num_heads + right)
+    low_key = gl.minimum(length - 1, length - q_len + first_row // num_heads + right)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
     row_sum = gl.zeros([ROWS], gl.float32, ROW)
     acc = gl.zeros([ROWS, HALF], gl.float32, O_LAYOUT)
@@ -193,13 +214,16 @@ def dflash2_mla_pair_even(
     if first < last:
         s = dflash2_mla_pair_scores(q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem, k_full, first, 0, 0, S_LAYOUT)
         s = warpgroup_mma_wait(0, [s])
-        if TURNS:
+        if TURNS > 0:
             dflash2_arrive_if(anchor, first + 1 < last, ODD_TURN, 256)
-        p, row_max, row_sum, alpha = dflash2_mla_softmax(s, first, last_key, row_max, row_sum, scale_log2, NEGATIVE, S_LAYOUT)
+        s = dflash2_mla_pair_mask(s, first, last_key, low_key, NEGATIVE)
+        p, row_max, row_sum, alpha = dflash2_mla_pair_softmax(s, row_max, row_sum, scale_log2)
         dflash2_mla_pair_tell(p, row_max, k3_smem, even_max, anchor, 0, EVEN_P, DT)
         packed = dflash2_pack(p, KEYS, DT)
         for tile in range(first + 2, last, 2):
             phase = ((tile - first) // 2) & 1
+            if TURNS > 1:
+                dflash2_sync(anchor, EVEN_TURN, 256)
             acc = dflash2_mla_pair_own(acc, packed, k1_smem, 0, DT)
             mbarrier.wait(k_full.index(LEFT + 1), phase ^ 1)
             acc, packed = warpgroup_mma_wait(0, [acc, packed])
@@ -210,15 +234,19 @@ def dflash2_mla_pair_even(
             acc = warpgroup_mma_wait(3, [acc])
             dflash2_arrive_if(anchor, tile + 1 < last, FREE + LEFT + 1, 160)
             dflash2_arrive_if(anchor, tile + 1 < last, FREE + LAST + 1, 160)
-            if TURNS:
+            if TURNS > 0:
                 acc = warpgroup_mma_wait(1, [acc])
                 dflash2_arrive_if(anchor, tile + 1 < last, ODD_TURN, 256)
             s = warpgroup_mma_wait(0, [s])
-            p, row_max, row_sum, alpha = dflash2_mla_softmax(s, tile, last_key, row_max, row_sum, scale_log2, NEGATIVE, S_LAYOUT)
+            s = dflash2_mla_pair_mask(s, tile, last_key, low_key, NEGATIVE)
+            p, row_max, row_sum, alpha = dflash2_mla_pair_softmax(s, row_max, row_sum, scale_log2)
             dflash2_mla_pair_tell(p, row_max, k3_smem, even_max, anchor, 0, EVEN_P, DT)
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
             packed = dflash2_pack(p, KEYS, DT)
         odd = (last - first) % 2
+        if TURNS > 1:
+            if odd == 0:
+                dflash2_sync(anchor, EVEN_TURN, 256)
         if (odd == 1) & (last * KEYS > length):
             dflash2_clean(k1_smem, 0, last - 1, length, 0, 0, KEYS, HALF, 0)
         acc = dflash2_mla_pair_own(acc, packed, k1_smem, 0, DT)
@@ -255,13 +283,14 @@ def dflash2_mla_pair_odd(
     anchor = gl.full([128], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
     row = first_row + gl.arange(0, ROWS, ROW)
     last_key = gl.minimum(length - 1, length - q_len + row // num_heads + right)
+    low_key = gl.minimum(length - 1, length - q_len + first_row // num_heads + right)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
     row_sum = gl.zeros([ROWS], gl.float32, ROW)
     acc = gl.zeros([ROWS, HALF], gl.float32, O_LAYOUT)
     mbarrier.wait(q_full, 0)
     for tile in range(first + 1, last, 2):
         phase = ((tile - first) // 2) & 1
-        if TURNS:  # the even scores first: else both groups would do their exponentials at once
+        if TURNS > 0:  # the even scores first: else both groups would do their exponentials at once
             dflash2_sync(anchor, ODD_TURN, 256)
         if (tile + 1) * KEYS > length:
             mbarrier.wait(k_full.index(RIGHT + 1), phase)
@@ -269,9 +298,13 @@ def dflash2_mla_pair_odd(
         s = dflash2_mla_pair_scores(q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem, k_full, tile, phase, 1, S_LAYOUT)
         mbarrier.wait(k_full.index(RIGHT), phase)
         row_max, row_sum, alpha = dflash2_mla_pair_hear(even_max, row_max, row_sum, anchor, scale_log2, EVEN_P)
+        if TURNS > 1:  # the left product of the even tile would take half of the cores from these scores, and be over too early
+            acc = warpgroup_mma_wait(1, [acc])
+            dflash2_arrive(anchor, EVEN_TURN, 256)
         s = warpgroup_mma_wait(0, [s])  # ptxas would wait here anyway: the rescale writes accumulators
+        s = dflash2_mla_pair_mask(s, tile, last_key, low_key, NEGATIVE)
         acc = dflash2_mla_pair_other(acc, alpha, k3_smem, k2_smem, 0)
-        p, row_max, row_sum, alpha = dflash2_mla_softmax(s, tile, last_key, row_max, row_sum, scale_log2, NEGATIVE, S_LAYOUT)
+        p, row_max, row_sum, alpha = dflash2_mla_pair_softmax(s, row_max, row_sum, scale_log2)
         dflash2_mla_pair_tell(p, row_max, k3_smem, odd_max, anchor, 1, ODD_P, DT)
         packed = dflash2_pack(p, KEYS, DT)
         acc = warpgroup_mma_wait(0, [acc])
@@ -303,7 +336,7 @@ def dflash2_mla_pair_hopper(
 ):  # fmt: skip
     """As ``hopper_mla_kernel.dflash2_mla_hopper``: the same grid, works, parts and ``meta``.
 
-    TURNS: the odd scores start when the even ones are all but done.
+    TURNS: with 1, the odd scores start when the even ones are all but done; with 2, the even products when the odd scores are.
     """
     rows = q_len * num_heads
     row_tiles = (rows + ROWS - 1) // ROWS
