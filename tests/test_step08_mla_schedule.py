@@ -1,4 +1,4 @@
-"""Who waits for whom in the MLA kernel for few rows on sm_90: a model of its partitions, run in many orders, without a GPU.
+"""Who waits for whom in the MLA kernels on sm_90: a model of their partitions, run in many orders, without a GPU.
 
 A partition is a generator that yields what it waits for. Copies land at any later time. Every read checks that the place holds
 what is meant, when it starts and again when it is known to be over; an order in which nobody can go on is a deadlock.
@@ -23,7 +23,7 @@ class Chip:
 
     def come(self, barrier, mine, wanted):
         """``bar.arrive``, and the first half of ``bar.sync``: the round in which this one is done."""
-        assert 5 <= barrier <= 15, "Triton takes 0 .. 4 for itself"
+        assert isinstance(barrier, str) or 5 <= barrier <= 15, "Triton takes 0 .. 4 for itself, here under a name"
         state = self.named.setdefault(barrier, [0, wanted, 0])
         assert state[1] == wanted
         self.events += 1
@@ -156,6 +156,91 @@ def test_few_rows(works, slots):
     for seed in range(100):
         chip = Chip(seed)
         chip.run(few_produce(chip, works, slots), few_consume(chip, works, slots))
+
+
+# 64 rows, hopper_mla_kernel: three pieces of a tile, each with barriers of its own
+
+LEFT, RIGHT, LAST, P_FULL, P_FREE = 0, 2, 4, 11, 12
+
+
+def many_produce(chip, tiles):
+    chip.expect("q", [(64 * 576 * 2, "q", 0)])
+    for tile in range(tiles):
+        for piece in (LAST, RIGHT, LEFT):
+            place = piece + tile % 2
+            if tile >= 2:
+                yield from chip.sync(FREE + place, 32, 160)
+            chip.expect(place, [(64, place, tile)])
+            yield "go"
+
+
+def many_first(chip, tiles, wait_for_v):
+    def scores(tile):
+        for piece in (LAST, RIGHT, LEFT):
+            yield from chip.wait(piece + tile % 2, tile // 2 & 1)
+            chip.read(piece + tile % 2, tile)
+
+    def scores_over(tile):
+        for piece in (LAST, RIGHT, LEFT):
+            chip.read(piece + tile % 2, tile)
+        if tile + 2 < tiles:
+            chip.come(FREE + LAST + tile % 2, 128, 160)
+
+    def give_back(tile):
+        chip.read(LEFT + tile % 2, tile)
+        if tile + 2 < tiles:
+            chip.come(FREE + LEFT + tile % 2, 128, 160)
+
+    yield from chip.wait("q", 0)
+    if tiles:
+        yield from scores(0)
+        yield "go"
+        scores_over(0)
+        chip.memory["p"] = 0
+        chip.come(P_FULL, 128, 256)
+        for tile in range(1, tiles):
+            chip.read(LEFT + (tile - 1) % 2, tile - 1)
+            yield "go"
+            if wait_for_v:
+                give_back(tile - 1)
+            yield from scores(tile)
+            yield "go"
+            if not wait_for_v:
+                give_back(tile - 1)
+                yield "go"
+            scores_over(tile)
+            yield from chip.sync(P_FREE, 128, 256)
+            chip.memory["p"] = tile
+            chip.come(P_FULL, 128, 256)
+            yield "go"
+        chip.read(LEFT + (tiles - 1) % 2, tiles - 1)
+        yield from chip.sync(P_FREE, 128, 256)
+    chip.memory["p"] = "factor"
+    chip.come(P_FULL, 128, 256)
+
+
+def many_second(chip, tiles):
+    for tile in range(tiles):
+        yield from chip.wait(RIGHT + tile % 2, tile // 2 & 1)
+        yield from chip.sync(P_FULL, 128, 256)
+        for _ in range(2):
+            chip.read("p", tile)
+            chip.read(RIGHT + tile % 2, tile)
+            yield "go"
+        chip.come(P_FREE, 128, 256)
+        if tile + 2 < tiles:
+            chip.come(FREE + RIGHT + tile % 2, 128, 160)
+    yield from chip.sync(P_FULL, 128, 256)
+    chip.read("p", "factor")
+
+
+@pytest.mark.parametrize("wait_for_v", (True, False))
+@pytest.mark.parametrize("tiles", range(8))
+def test_many_rows(tiles, wait_for_v):
+    for seed in range(100):
+        chip = Chip(seed)
+        chip.run(many_produce(chip, tiles), many_first(chip, tiles, wait_for_v), many_second(chip, tiles))
+        assert all(came == 0 for came, _, _ in chip.named.values())
 
 
 def test_the_model_sees_a_deadlock():

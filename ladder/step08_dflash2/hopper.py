@@ -272,6 +272,7 @@ def merge_splits(part_out, part_lse, out, lse, sinks):
 
 
 MLA_TILE = 64  # rows, and keys
+MLA_TURNS = 2  # of "pair"
 MLA_MIN_TILES = 4  # fewer keys are read faster than their partial result is merged
 
 
@@ -328,7 +329,7 @@ def plan_mla(batch, rows, capacity, processors, num_kv_splits, tile=MLA_TILE):
 def mla_design(rows):
     """(kernel, rows of its tile) for a sequence of so many query rows. It depends on nothing else: so fixed splits give fixed bits.
 
-    "few": ``hopper_mla_few_kernel``; "many": ``hopper_mla_kernel``.
+    "few": ``hopper_mla_few_kernel``; "many": ``hopper_mla_kernel``; "pair", where it is asked for: ``hopper_mla_pair_kernel``.
     """
     if rows <= 32:
         return "few", 16 if rows <= 16 else 32
@@ -358,6 +359,7 @@ def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right
 
     from .hopper_mla_few_kernel import dflash2_mla_few_hopper
     from .hopper_mla_kernel import dflash2_mla_hopper
+    from .hopper_mla_pair_kernel import dflash2_mla_pair_hopper
     from .merge_kernel import dflash2_mla_merge_parts
 
     batch, q_len, num_heads, head_dim = q.shape
@@ -388,6 +390,8 @@ def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right
         kernel, widths, grid, counters = dflash2_mla_few_hopper, (64,), min(works, processors), (arrivals, counter)
         chosen = dict(ROWS=tile, SLOTS=8 if tile == 16 else 7, MERGES=merges)
         block_b = 1 if batch == 1 else block_b
+    elif kind == "pair":
+        kernel, widths, grid, counters, chosen = dflash2_mla_pair_hopper, (256, 64), works, (), dict(TURNS=MLA_TURNS)
     else:
         kernel, widths, grid, counters, chosen = dflash2_mla_hopper, (256, 64), works, (), dict(WAIT_FOR_V=rows < MLA_TILE)
     with torch.cuda.device(device):

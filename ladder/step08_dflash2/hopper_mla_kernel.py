@@ -15,9 +15,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .gluon_compat import async_load
+from .hopper_decode_kernel import dflash2_decode_pages
 from .hopper_kernel import (
     FREE,
     dflash2_arrive,
+    dflash2_arrive_if,
     dflash2_await_slot,
     dflash2_clean,
     dflash2_pack,
@@ -25,9 +27,12 @@ from .hopper_kernel import (
     dflash2_unpack,
 )
 
-P_FULL = gl.constexpr(10)  # hardware barriers: the second group may read probabilities, and has read them
-P_FREE = gl.constexpr(11)
 STAGES = gl.constexpr(2)
+LEFT = gl.constexpr(0)  # pieces of a tile, barriers of their own each: columns 0 .. 256, 256 .. 512, 512 .. 576
+RIGHT = gl.constexpr(2)
+LAST = gl.constexpr(4)
+P_FULL = gl.constexpr(11)  # hardware barriers behind those of the pieces: the second group may read probabilities, and has read them
+P_FREE = gl.constexpr(12)
 ROWS = gl.constexpr(64)
 KEYS = gl.constexpr(64)
 HALF = gl.constexpr(256)  # value columns of a group
@@ -96,26 +101,44 @@ def dflash2_mla_produce(
     async_load(q1_desc, [seq, first_row, 0], q_full, q1_smem)
     async_load(q1_desc, [seq, first_row, 256], q_full, q2_smem)
     async_load(q3_desc, [seq, first_row, 512], q_full, q3_smem)
-    PART: gl.constexpr = PAGE if PAGE < KEYS else KEYS
+    ahead = dflash2_decode_pages(pages_ptr, first, length, PAGE)  # looked up a tile ahead: a copy does not wait for it
     for tile in range(first, last):
         it = tile - first
         slot = it % STAGES
-        dflash2_await_slot(anchor, it, FREE, STAGES, 288)
-        mbarrier.expect(k_full.index(slot), KEYS * 576 * 2)
-        for part in gl.static_range(KEYS // PART):
-            key = tile * KEYS + part * PART
-            page = gl.load(pages_ptr + key // PAGE, mask=key < length, other=0).to(gl.int32)
-            async_load(k1_desc, [page, key % PAGE, 0], k_full.index(slot), k1_smem.index(slot).slice(part * PART, PART, 1))
-            async_load(k1_desc, [page, key % PAGE, 256], k_full.index(slot), k2_smem.index(slot).slice(part * PART, PART, 1))
-            async_load(k3_desc, [page, key % PAGE, 512], k_full.index(slot), k3_smem.index(slot).slice(part * PART, PART, 1))
+        mine = ahead
+        ahead = dflash2_decode_pages(pages_ptr, tile + 1, length, PAGE)
+        dflash2_await_slot(anchor, it, FREE + LAST, STAGES, 160)  # in the order in which they become free, and are wanted
+        dflash2_mla_copy(k3_desc, k3_smem, k_full.index(LAST + slot), slot, mine, tile, 512, ROPE, PAGE)
+        dflash2_await_slot(anchor, it, FREE + RIGHT, STAGES, 160)
+        dflash2_mla_copy(k1_desc, k2_smem, k_full.index(RIGHT + slot), slot, mine, tile, 256, HALF, PAGE)
+        dflash2_await_slot(anchor, it, FREE + LEFT, STAGES, 160)
+        dflash2_mla_copy(k1_desc, k1_smem, k_full.index(LEFT + slot), slot, mine, tile, 0, HALF, PAGE)
 
 
 @gluon.jit
-def dflash2_mla_scores(q1, q2, q3, k1_smem, k2_smem, k3_smem, slot, S_LAYOUT: gl.constexpr):
-    """Scores of a tile under way: 576 columns in three parts."""
-    s = warpgroup_mma(q1, k1_smem.index(slot).reshape([KEYS, HALF]).permute((1, 0)), gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT), use_acc=False, is_async=True)
+def dflash2_mla_copy(desc, smem, full, slot, pages, tile, COLUMN: gl.constexpr, WIDTH: gl.constexpr, PAGE: gl.constexpr):
+    """Bring a piece of a tile, a copy for each page."""
+    mbarrier.expect(full, KEYS * WIDTH * 2)
+    if PAGE >= KEYS:
+        async_load(desc, [pages, tile * KEYS % PAGE, COLUMN], full, smem.index(slot))
+    else:
+        lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+        for part in gl.static_range(KEYS // PAGE):
+            page = gl.sum(gl.where(lane == part, pages, 0), 0)
+            async_load(desc, [page, 0, COLUMN], full, smem.index(slot).slice(part * PAGE, PAGE, 1))
+
+
+@gluon.jit
+def dflash2_mla_scores(q1, q2, q3, k1_smem, k2_smem, k3_smem, k_full, it, S_LAYOUT: gl.constexpr):
+    """Scores of tile number ``it`` under way: 576 columns in three parts, each as soon as it is there."""
+    slot = it % STAGES
+    phase = (it // STAGES) & 1
+    mbarrier.wait(k_full.index(LAST + slot), phase)
+    s = warpgroup_mma(q3, k3_smem.index(slot).reshape([KEYS, ROPE]).permute((1, 0)), gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT), use_acc=False, is_async=True)
+    mbarrier.wait(k_full.index(RIGHT + slot), phase)
     s = warpgroup_mma(q2, k2_smem.index(slot).reshape([KEYS, HALF]).permute((1, 0)), s, is_async=True)
-    return warpgroup_mma(q3, k3_smem.index(slot).reshape([KEYS, ROPE]).permute((1, 0)), s, is_async=True)
+    mbarrier.wait(k_full.index(LEFT + slot), phase)
+    return warpgroup_mma(q1, k1_smem.index(slot).reshape([KEYS, HALF]).permute((1, 0)), s, is_async=True)
 
 
 @gluon.jit
@@ -154,9 +177,10 @@ def dflash2_mla_first(
     acc = gl.zeros([ROWS, HALF], gl.float32, O_LAYOUT)
     mbarrier.wait(q_full, 0)
     if first < last:
-        mbarrier.wait(k_full.index(0), 0)
-        s = dflash2_mla_scores(q1, q2, q3, k1_smem, k2_smem, k3_smem, 0, S_LAYOUT)
+        s = dflash2_mla_scores(q1, q2, q3, k1_smem, k2_smem, k3_smem, k_full, 0, S_LAYOUT)
         s = warpgroup_mma_wait(0, [s])
+        if first + STAGES < last:
+            dflash2_arrive(anchor, FREE + LAST, 160)
         p, row_max, row_sum, alpha = dflash2_mla_softmax(s, first, last_key, row_max, row_sum, scale_log2, NEGATIVE, S_LAYOUT)
         p_smem.store(p.to(DT))
         row_smem.store(alpha)
@@ -168,17 +192,16 @@ def dflash2_mla_first(
             slot = it % STAGES
             before = (it - 1) % STAGES
             acc = warpgroup_mma(dflash2_unpack(packed, KEYS, DT, P_LAYOUT), k1_smem.index(before).reshape([KEYS, HALF]), acc, is_async=True)
-            if WAIT_FOR_V:  # memory binds: give the slot back before the next tile is there
+            if WAIT_FOR_V:  # memory binds: give the piece back before the next tile is there
                 acc, packed = warpgroup_mma_wait(0, [acc, packed])
-                dflash2_arrive(anchor, FREE + before, 288)
-                mbarrier.wait(k_full.index(slot), (it // STAGES) & 1)
-                s = dflash2_mla_scores(q1, q2, q3, k1_smem, k2_smem, k3_smem, slot, S_LAYOUT)
+                dflash2_arrive_if(anchor, tile + 1 < last, FREE + LEFT + before, 160)
+                s = dflash2_mla_scores(q1, q2, q3, k1_smem, k2_smem, k3_smem, k_full, it, S_LAYOUT)
             else:  # the tensor cores bind: never let them wait
-                mbarrier.wait(k_full.index(slot), (it // STAGES) & 1)
-                s = dflash2_mla_scores(q1, q2, q3, k1_smem, k2_smem, k3_smem, slot, S_LAYOUT)
+                s = dflash2_mla_scores(q1, q2, q3, k1_smem, k2_smem, k3_smem, k_full, it, S_LAYOUT)
                 acc, packed = warpgroup_mma_wait(3, [acc, packed])
-                dflash2_arrive(anchor, FREE + before, 288)
+                dflash2_arrive_if(anchor, tile + 1 < last, FREE + LEFT + before, 160)
             s = warpgroup_mma_wait(0, [s])
+            dflash2_arrive_if(anchor, tile + STAGES < last, FREE + LAST + slot, 160)
             p, row_max, row_sum, alpha = dflash2_mla_softmax(s, tile, last_key, row_max, row_sum, scale_log2, NEGATIVE, S_LAYOUT)
             dflash2_sync(anchor, P_FREE, 256)
             p_smem.store(p.to(DT))
@@ -229,7 +252,7 @@ def dflash2_mla_second(
     for tile in range(first, last):
         it = tile - first
         slot = it % STAGES
-        mbarrier.wait(k_full.index(slot), (it // STAGES) & 1)
+        mbarrier.wait(k_full.index(RIGHT + slot), (it // STAGES) & 1)
         if (tile + 1) * KEYS > length:
             dflash2_clean(k2_smem, slot, tile, length, 0, 0, KEYS, HALF, 0)
         dflash2_sync(anchor, P_FULL, 256)
@@ -237,8 +260,8 @@ def dflash2_mla_second(
         acc = warpgroup_mma(p_smem, k2_smem.index(slot).reshape([KEYS, HALF]), acc, is_async=True)
         acc = warpgroup_mma_wait(0, [acc])
         dflash2_arrive(anchor, P_FREE, 256)
-        if tile + 1 < last:
-            dflash2_arrive(anchor, FREE + slot, 288)
+        if tile + STAGES < last:
+            dflash2_arrive(anchor, FREE + RIGHT + slot, 160)  # the first group's scores of it were over before its probabilities came
     dflash2_sync(anchor, P_FULL, 256)
     acc = acc * row_smem.load(gl.SliceLayout(1, O_LAYOUT))[:, None]
     dflash2_mla_store(acc, HALF, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh, num_heads, seq, part, splits, first_row, rows, O_LAYOUT)
@@ -308,9 +331,9 @@ def dflash2_mla_hopper(
             p_smem = gl.allocate_shared_memory(DT, [ROWS, KEYS], gl.NVMMASharedLayout(128, 16, rank=2))
             row_smem = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
             q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-            k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+            k_full = gl.allocate_shared_memory(gl.int64, [3 * STAGES, 1], mbarrier.MBarrierLayout())
             mbarrier.init(q_full, count=1)
-            for i in gl.static_range(STAGES):
+            for i in gl.static_range(3 * STAGES):
                 mbarrier.init(k_full.index(i), count=1)
             fence_async_shared()
             gl.warp_specialize([  # the tuples stand here in full: a variable would turn their constants into values
