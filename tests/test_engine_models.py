@@ -294,6 +294,8 @@ for experts, width, hidden, top_k, shared, tokens in ((66, 2048, 1408, 6, 2, 8),
         layers.fast_experts(torch.empty(tokens, width, **half), torch.zeros(tokens, top_k, dtype=torch.int32), torch.empty(tokens, top_k),
                             torch.empty(experts, 2 * hidden, width, **half), torch.empty(experts, width, hidden, **half), shared, "streamed")
         layers.fast_swiglu(torch.empty(tokens, 2 * hidden, **half))
+        layers.fast_swiglu(torch.empty(4096, 2 * hidden, **half))
+        layers.dispatch(torch.empty(tokens, width, **half), torch.zeros(tokens, top_k, dtype=torch.int32), 0, tokens * top_k)
         with torch.inference_mode(), mock.patch.object(layers, "serving_on_gpu", lambda x: True):
             layers.spread(torch.empty(tokens, 64, **half), torch.empty(tokens, 16, 64, **half))
             parts = layers.Parts(torch.empty(tokens * (top_k + shared), width, **half), torch.zeros(tokens, top_k + shared, dtype=torch.int32),
@@ -313,8 +315,9 @@ def test_kernels_compile_without_spills():
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 28 and {name for _, name, *_ in rows} == {
-        "engine_place", "engine_swiglu", "engine_combine", "engine_experts_up", "engine_experts_down", "engine_combine_norm", "engine_spread"
+    assert len(rows) == 36 and {name for _, name, *_ in rows} == {
+        "engine_place", "engine_swiglu", "engine_combine", "engine_experts_up", "engine_experts_down", "engine_combine_norm", "engine_spread",
+        "engine_dispatch",
     }  # fmt: skip
     for target, name, spills, shared, products in rows:
         assert spills == 0 and shared <= 100 << 10, (target, name)

@@ -51,14 +51,32 @@ def engine_place(
 
 
 @triton.jit
-def engine_swiglu(gate_up, out, hidden, stride, BLOCK: tl.constexpr):
-    """out[row] = silu(gate_up[row, :hidden]) * gate_up[row, hidden:], in float32."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = column < hidden
+def engine_swiglu(gate_up, out, rows, hidden, stride, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr):
+    """out[row] = silu(gate_up[row, :hidden]) * gate_up[row, hidden:], in float32; grid (row tiles * column tiles,)."""
+    tiles = tl.cdiv(hidden, BLOCK)
+    row = tl.program_id(0) // tiles * BLOCK_R + tl.arange(0, BLOCK_R)
+    column = (tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK))[None, :]
+    live = (row < rows)[:, None] & (column < hidden)
+    row = row.to(tl.int64)[:, None]
     gate = tl.load(gate_up + row * stride + column, mask=live, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + hidden + column, mask=live, other=0.0).to(tl.float32)
     tl.store(out + row * hidden + column, gate / (1.0 + tl.exp(-gate)) * up, mask=live)
+
+
+@triton.jit(do_not_specialize=["first", "last"])
+def engine_dispatch(x, places, out, width, first, last, EACH: tl.constexpr, BLOCK: tl.constexpr):
+    """out[places[t, k] - first] = x[t] where first <= places[t, k] < last; grid (tokens, column tiles).
+
+    A token is read once and written behind each of its experts; gathered, it would be read from memory each time.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = column < width
+    value = tl.load(x + token * width + column, mask=live, other=0.0)
+    for k in tl.static_range(EACH):
+        row = tl.load(places + token * EACH + k)
+        here = live & (row >= first) & (row < last)
+        tl.store(out + (row - first).to(tl.int64) * width + column, value, mask=here)
 
 
 @triton.jit

@@ -220,10 +220,18 @@ def fast_swiglu(gate_up):
     gate_up = gate_up.contiguous()
     rows, hidden = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, hidden)
-    block = min(1024, 1 << (hidden - 1).bit_length())
     if rows:
-        engine_swiglu[(rows, -(-hidden // block))](gate_up, out, hidden, gate_up.stride(0), BLOCK=block)
+        block_r, block = swiglu_tile(rows, hidden)
+        engine_swiglu[(-(-rows // block_r) * -(-hidden // block),)](gate_up, out, rows, hidden, gate_up.stride(0), BLOCK_R=block_r, BLOCK=block)
     return out
+
+
+def swiglu_tile(rows, hidden):
+    """(rows, columns) of a program: with many rows tiles that waste no columns, 64 bytes of each thread in flight."""
+    if rows < FEW_ASSIGNMENTS:
+        return 1, min(1024, 1 << (hidden - 1).bit_length())
+    block = min((512, 256, 128, 64), key=lambda n: -hidden % n)
+    return 4096 // block, block
 
 
 def spread(source, out):
@@ -325,9 +333,7 @@ def fast_experts(x, ids, weights, gate_up, down, num_shared, product=None, table
     if streamed:
         rows = streamed_experts(x, source, offsets, gate_up, down)
     else:
-        short = table is not None
-        rows = grouped_product(x.index_select(0, source), gate_up, offsets[1:], short)
-        rows = grouped_product(fast_swiglu(rows), down, offsets[1:], short)
+        rows = library_experts(x, places, gate_up, down, offsets[1:], short=table is not None)
     weights = weights.contiguous()
     if later and table is None:
         return Parts(rows, places, weights, base)
@@ -339,6 +345,32 @@ def fast_experts(x, ids, weights, gate_up, down, num_shared, product=None, table
             rows, places, weights, base, None if table is None else offsets, out, width, len(offsets) - 1,
             TOP_K=ids.shape[1], SHARED=rows_of_shared, BLOCK=block,
         )  # fmt: skip
+    return out
+
+
+def library_experts(x, places, gate_up, down, ends, first=0, last=None, short=False):
+    """Rows first .. last in expert order (last - first, width) by the library's grouped products.
+
+    places (T, each): the rows of each token. gate_up, down, ends: of the experts of these rows, ends counted from first.
+    """
+    rows = dispatch(x, places, first, places.numel() if last is None else last)
+    rows = grouped_product(rows, gate_up, ends, short)
+    rows = fast_swiglu(rows)  # under the same name: what a product read is given back before the next one writes
+    return grouped_product(rows, down, ends, short)
+
+
+def dispatch(x, places, first, last):
+    """Rows first .. last in expert order, (last - first, width): each of x (T, width) at ``places`` (T, each)."""
+    from .kernels import engine_dispatch
+
+    x = x.contiguous()
+    tokens, width = x.shape
+    out = x.new_empty(last - first, width)
+    block = min(2048, 1 << (width - 1).bit_length())
+    if tokens:
+        engine_dispatch[(tokens, -(-width // block))](
+            x, places, out, width, first, last, EACH=places.shape[1], BLOCK=block, num_warps=max(1, min(4, block // 512))
+        )
     return out
 
 
