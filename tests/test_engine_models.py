@@ -251,6 +251,18 @@ def test_the_gpu_path_of_experts_in_the_interpreter(tokens, experts, top_k, shar
             torch.testing.assert_close(ours, theirs)
     monkeypatch.setattr(layers, "FEW_ASSIGNMENTS", 0)  # as many tokens have it: another sort, shared experts as plain products
     torch.testing.assert_close(layers.fast_experts(x, ids, weights, gate_up, down, shared, "library"), want)
+    whole = layers.fast_experts(x, ids, weights, gate_up, down, shared, "library", later=True)
+    monkeypatch.setattr(layers, "MOST_ROWS", 0)  # still more: experts in two halves, where two have rows
+    parts = layers.fast_experts(x, ids, weights, gate_up, down, shared, "library", later=True)
+    assert (parts.behind is None) == (top_k == 1) and whole.behind is None
+    for ours, theirs in zip(parts.add_norm(residual, norm, 1e-6), whole.add_norm(residual, norm, 1e-6)):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_middle_of_experts():
+    assert layers.middle([0, 2, 4, 6, 8]) == (2, 4)
+    assert layers.middle([0, 0, 7, 8]) == (2, 7)
+    assert layers.middle([0, 0, 8, 8]) is None
 
 
 def test_both_sorts_agree(monkeypatch):
@@ -301,6 +313,8 @@ for experts, width, hidden, top_k, shared, tokens in ((66, 2048, 1408, 6, 2, 8),
             parts = layers.Parts(torch.empty(tokens * (top_k + shared), width, **half), torch.zeros(tokens, top_k + shared, dtype=torch.int32),
                                  torch.empty(tokens, top_k), None)
             parts.add_norm(torch.empty(tokens, width, **half), torch.empty(width, **half), 1e-6)
+            parts.rows = parts.behind = torch.empty(tokens * (top_k + shared), width, **half)
+            parts.add_norm(torch.empty(tokens, width, **half), torch.empty(width, **half), 1e-6)
 for target in ("sm_80", "sm_90"):
     for kernel, args, options in launches:
         done = compile_for(target, kernel, *args, **options)
@@ -315,7 +329,7 @@ def test_kernels_compile_without_spills():
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 36 and {name for _, name, *_ in rows} == {
+    assert len(rows) == 40 and {name for _, name, *_ in rows} == {
         "engine_place", "engine_swiglu", "engine_combine", "engine_experts_up", "engine_experts_down", "engine_combine_norm", "engine_spread",
         "engine_dispatch",
     }  # fmt: skip
