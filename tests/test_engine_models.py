@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from dspark_mini.trace import read_trace
 from ladder.engine import corpus, layers, quality
 from ladder.engine.bench import huggingface_config
+from ladder.engine.context import Batch
 from ladder.engine.models import Spec, deepseek_v2, find, tiny_moe
 from ladder.engine.train_tiny_moe import main as train
 
@@ -284,7 +285,25 @@ def test_the_whole_model_on_the_gpu_path(monkeypatch):
     monkeypatch.setattr(layers, "_fastest", {(torch.Size((10, 32, 32)), 1): "streamed"})
     assert engine(MLA, "step04").generate([tokens], greedy(2)) == want
     monkeypatch.setattr("ladder.engine.context.ServingContext.sums_later", True)
+    monkeypatch.setattr("ladder.engine.models.deepseek_v2.serving_on_gpu", layers.serving_on_gpu)
+    monkeypatch.setattr("ladder.engine.models.deepseek_v2.MLP_TOKENS", 2)  # a dense layer in three parts
     assert engine(MLA, "step04").generate([tokens], greedy(2)) == want
+
+
+@pytest.mark.parametrize("backend", ("sdpa", "step03", "step08"))
+def test_the_last_layer_attends_for_the_last_tokens_only(backend, monkeypatch):
+    """Where each prompt of a step ends in it; else for all, as before: the same tokens."""
+    asked, batches, only = prompts((5, 11, 30, 70)), [], Batch.only
+
+    def spy(batch, rows, cu_seqlens_q):
+        batches.append(batch.lengths)
+        return only(batch, rows, cu_seqlens_q)
+
+    monkeypatch.setattr(Batch, "only", spy)
+    answers = engine(MLA, backend).generate(asked, greedy(3))
+    assert batches and all(len(lengths) < 4 for lengths in batches)
+    monkeypatch.setattr(Batch, "only", lambda *_: None)
+    assert engine(MLA, backend).generate(asked, greedy(3)) == answers
 
 
 COMPILE = """
