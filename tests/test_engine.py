@@ -62,12 +62,13 @@ def test_chunks_of_any_size(expected, model, chunk):
     assert engine(SPECS[model], "step04", chunk_tokens=chunk).generate(asked[1:], greedy(6)) == answers[1:]
 
 
-@pytest.mark.parametrize("model", SPECS)
-def test_in_company_as_alone(model):
+@pytest.mark.parametrize(("model", "ahead"), [(name, ahead) for name in SPECS for ahead in (False, True)])
+def test_in_company_as_alone(model, ahead):
     """Random lengths, temperatures, cancellations and a pool so small that requests are preempted: every answer is the
     one computed alone, and every page comes back."""
     spec, generator = SPECS[model], random.Random(7)
     served = engine(spec, max_seqs=6, page_size=4, kv_tokens=4 * 40, max_len=96, chunk_tokens=48, decode_every=2)
+    served.looks_ahead = ahead
     alone = engine(spec, max_seqs=1, max_len=96)
     asked, numbers, cancelled = [], {}, set()
     for _ in range(REQUESTS // len(SPECS)):
@@ -138,9 +139,11 @@ def test_streaming_stops_and_closes():
     assert not served.scheduler.busy and served.pool.used == 0
 
 
-def test_prompts_do_not_starve_decodes():
+@pytest.mark.parametrize("ahead", (False, True))
+def test_prompts_do_not_starve_decodes(ahead):
     """With long prompts waiting, a running answer gets a token at least every ``decode_every`` + 1 steps."""
     served = engine(TINY, decode_every=2, chunk_tokens=16, max_seqs=8, kv_tokens=2048)
+    served.looks_ahead = ahead
     first = served.submit(prompts((4,))[0], greedy(20))
     served.step()
     for prompt in prompts((200, 200, 200)):

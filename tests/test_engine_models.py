@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from dspark_mini.trace import read_trace
 from ladder.engine import corpus, layers, quality
 from ladder.engine.bench import huggingface_config
+from ladder.engine.context import Batch
 from ladder.engine.models import Spec, deepseek_v2, find, tiny_moe
 from ladder.engine.train_tiny_moe import main as train
 
@@ -251,6 +252,18 @@ def test_the_gpu_path_of_experts_in_the_interpreter(tokens, experts, top_k, shar
             torch.testing.assert_close(ours, theirs)
     monkeypatch.setattr(layers, "FEW_ASSIGNMENTS", 0)  # as many tokens have it: another sort, shared experts as plain products
     torch.testing.assert_close(layers.fast_experts(x, ids, weights, gate_up, down, shared, "library"), want)
+    whole = layers.fast_experts(x, ids, weights, gate_up, down, shared, "library", later=True)
+    monkeypatch.setattr(layers, "MOST_ROWS", 0)  # still more: experts in two halves, where two have rows
+    parts = layers.fast_experts(x, ids, weights, gate_up, down, shared, "library", later=True)
+    assert (parts.behind is None) == (top_k == 1) and whole.behind is None
+    for ours, theirs in zip(parts.add_norm(residual, norm, 1e-6), whole.add_norm(residual, norm, 1e-6)):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_middle_of_experts():
+    assert layers.middle([0, 2, 4, 6, 8]) == (2, 4)
+    assert layers.middle([0, 0, 7, 8]) == (2, 7)
+    assert layers.middle([0, 0, 8, 8]) is None
 
 
 def test_both_sorts_agree(monkeypatch):
@@ -272,7 +285,25 @@ def test_the_whole_model_on_the_gpu_path(monkeypatch):
     monkeypatch.setattr(layers, "_fastest", {(torch.Size((10, 32, 32)), 1): "streamed"})
     assert engine(MLA, "step04").generate([tokens], greedy(2)) == want
     monkeypatch.setattr("ladder.engine.context.ServingContext.sums_later", True)
+    monkeypatch.setattr("ladder.engine.models.deepseek_v2.serving_on_gpu", layers.serving_on_gpu)
+    monkeypatch.setattr("ladder.engine.models.deepseek_v2.MLP_TOKENS", 2)  # a dense layer in three parts
     assert engine(MLA, "step04").generate([tokens], greedy(2)) == want
+
+
+@pytest.mark.parametrize("backend", ("sdpa", "step03", "step08"))
+def test_the_last_layer_attends_for_the_last_tokens_only(backend, monkeypatch):
+    """Where each prompt of a step ends in it; else for all, as before: the same tokens."""
+    asked, batches, only = prompts((5, 11, 30, 70)), [], Batch.only
+
+    def spy(batch, rows, cu_seqlens_q):
+        batches.append(batch.lengths)
+        return only(batch, rows, cu_seqlens_q)
+
+    monkeypatch.setattr(Batch, "only", spy)
+    answers = engine(MLA, backend).generate(asked, greedy(3))
+    assert batches and all(len(lengths) < 4 for lengths in batches)
+    monkeypatch.setattr(Batch, "only", lambda *_: None)
+    assert engine(MLA, backend).generate(asked, greedy(3)) == answers
 
 
 COMPILE = """
@@ -294,10 +325,14 @@ for experts, width, hidden, top_k, shared, tokens in ((66, 2048, 1408, 6, 2, 8),
         layers.fast_experts(torch.empty(tokens, width, **half), torch.zeros(tokens, top_k, dtype=torch.int32), torch.empty(tokens, top_k),
                             torch.empty(experts, 2 * hidden, width, **half), torch.empty(experts, width, hidden, **half), shared, "streamed")
         layers.fast_swiglu(torch.empty(tokens, 2 * hidden, **half))
+        layers.fast_swiglu(torch.empty(4096, 2 * hidden, **half))
+        layers.dispatch(torch.empty(tokens, width, **half), torch.zeros(tokens, top_k, dtype=torch.int32), 0, tokens * top_k)
         with torch.inference_mode(), mock.patch.object(layers, "serving_on_gpu", lambda x: True):
             layers.spread(torch.empty(tokens, 64, **half), torch.empty(tokens, 16, 64, **half))
             parts = layers.Parts(torch.empty(tokens * (top_k + shared), width, **half), torch.zeros(tokens, top_k + shared, dtype=torch.int32),
                                  torch.empty(tokens, top_k), None)
+            parts.add_norm(torch.empty(tokens, width, **half), torch.empty(width, **half), 1e-6)
+            parts.rows = parts.behind = torch.empty(tokens * (top_k + shared), width, **half)
             parts.add_norm(torch.empty(tokens, width, **half), torch.empty(width, **half), 1e-6)
 for target in ("sm_80", "sm_90"):
     for kernel, args, options in launches:
@@ -313,8 +348,9 @@ def test_kernels_compile_without_spills():
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 28 and {name for _, name, *_ in rows} == {
-        "engine_place", "engine_swiglu", "engine_combine", "engine_experts_up", "engine_experts_down", "engine_combine_norm", "engine_spread"
+    assert len(rows) == 40 and {name for _, name, *_ in rows} == {
+        "engine_place", "engine_swiglu", "engine_combine", "engine_experts_up", "engine_experts_down", "engine_combine_norm", "engine_spread",
+        "engine_dispatch",
     }  # fmt: skip
     for target, name, spills, shared, products in rows:
         assert spills == 0 and shared <= 100 << 10, (target, name)

@@ -86,6 +86,34 @@ def test_experts_fast_path(product, tokens):
     assert (got.float() - want).norm() < 0.02 * want.norm()
 
 
+def test_experts_in_halves_give_the_same(monkeypatch):
+    generator = torch.Generator("cuda").manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    x, gate_up, down, norm = draw(900, 256), draw(18, 256, 256) * 0.06, draw(18, 256, 128) * 0.06, draw(256)
+    weights, ids = torch.rand(900, 16, generator=generator, device="cuda").topk(4)
+    found = []
+    for most in (1 << 17, 0):
+        monkeypatch.setattr(layers, "MOST_ROWS", most)
+        with torch.inference_mode():
+            parts = layers.fast_experts(x, ids, weights, gate_up, down, 2, "library", later=True)
+            assert (parts.behind is None) == (most > 0)
+            found.append(parts.add_norm(x, norm, 1e-6))
+    for whole, halves in zip(*found):
+        torch.testing.assert_close(halves, whole, rtol=2e-2, atol=2e-2)
+
+
+def test_a_prefill_launched_ahead_changes_no_answer():
+    """Three steps of prompts in flight, then decode: the same tokens as one step at a time."""
+    asked, answers = prompts([200] * 6, vocab=200), []
+    for ahead in (True, False):
+        engine = Engine(MLA, "step08", kv_tokens=4096, max_seqs=8, chunk_tokens=400, cuda_graphs=False)
+        assert engine.looks_ahead
+        engine.looks_ahead = ahead
+        answers.append(engine.generate(asked, SamplingParams(max_tokens=8)))
+        bench.release(engine)
+    assert answers[0] == answers[1]
+
+
 def test_preempted_requests_resume_on_the_gpu():
     engine = Engine(TINY, "step08", kv_tokens=64 * 20, max_len=1024, max_seqs=16, chunk_tokens=512)
     asked = prompts([100 + 37 * n for n in range(12)], vocab=200)

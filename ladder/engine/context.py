@@ -1,7 +1,7 @@
 """Where tokens stand and who computes attention: what a model's forward asks instead of knowing it."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +36,8 @@ class Context:
         """Causal attention of x (T, width) projected by a grouped-query ``attention``: (T, Hq, D)."""
         raise NotImplementedError
 
-    def attend_latent(self, attention, x):
-        """Causal multi-head latent attention of x (T, width): (T, H, v_dim)."""
+    def attend_latent(self, attention, x, rows=None):
+        """Causal multi-head latent attention of x (T, width): (T, H, v_dim); of ``rows`` only, (n, H, v_dim), where given."""
         raise NotImplementedError
 
 
@@ -51,6 +51,7 @@ class Batch:
     key_slots: (total_k,) int64, the slots of all keys of all sequences, for those who gather pages. None: nobody does.
     lengths: [(new tokens, all tokens)] of the sequences, None inside a captured graph.
     schedule: what the layers of a decode step share, made by the backend.
+    last: the same sequences with their last new token alone, for a layer whose other queries nobody asks for. None: no such layer.
     """
 
     decode: bool
@@ -66,6 +67,14 @@ class Batch:
     key_slots: torch.Tensor | None = None
     lengths: list | None = None
     schedule: torch.Tensor | None = None
+    last: "Batch | None" = None
+
+    def only(self, rows, cu_seqlens_q):
+        """The batch of ``rows`` (B,), the last new token of each sequence; what concerns keys stays."""
+        return replace(
+            self, tokens=self.tokens[rows], positions=self.positions[rows], slots=self.slots[rows],
+            cu_seqlens_q=cu_seqlens_q, max_q=1, lengths=[(1, end) for _, end in self.lengths],
+        )  # fmt: skip
 
 
 class ServingContext(Context):
@@ -126,10 +135,11 @@ class ServingContext(Context):
         attend = self.backend.decode if batch.decode else self.backend.prefill
         return attend(q, k_cache, v_cache, batch, scale)
 
-    def attend_latent(self, attention, x):
+    def attend_latent(self, attention, x, rows=None):
         batch, layer, c = self.batch, attention.layer, self.config
         (latents,) = self.cache.layer(layer)
-        q, latent = attention.split(x)
+        last = None if rows is None else batch.last
+        q, latent = attention.split(x, None if last is None else rows)
         if batch.decode and self.backend.absorbs:
             query = self._append_latent(attention, q, latent, latents, attention.absorb(q))
             if self.backend.gathers:
@@ -138,18 +148,25 @@ class ServingContext(Context):
                 out = self.backend.varlen(query, k, k[..., : c.latent], batch, c.scale)
             else:
                 out = self.backend.mla_decode(query, latents, batch, c.scale, c.latent)
-            return attention.values(out)
+            out = attention.values(out)
+            return out if rows is None else out[rows]
         # Prefill, chunked too: heads are made from the cached latents, where this chunk's are by now.
-        query = self._append_latent(attention, q, latent, latents)
+        if last is None:
+            query = self._append_latent(attention, q, latent, latents)
+        else:  # everyone's latents with no query, then the queries that count, whose latents are stored once more
+            self._append_latent(attention, q.new_empty(len(x), 0, c.qk_dim), latent, latents)
+            query = self._append_latent(attention, q, latent[rows], latents, batch=last)
         (gathered,) = self.cache.gather(layer, batch.key_slots)
-        return self.backend.varlen(query, *attention.expand(gathered), batch, c.scale)
+        out = self.backend.varlen(query, *attention.expand(gathered), last or batch, c.scale)
+        return out if rows is None or last else out[rows]
 
-    def _append_latent(self, attention, q, latent, cache, q_nope=None):
+    def _append_latent(self, attention, q, latent, cache, q_nope=None, batch=None):
         """Norm and rotate the latent into its cache; (T, H, n + rope_dim), ``q_nope`` and the rotated rest of q.
 
         q_nope: (T, H, n) to put in the place of q's own columns; None leaves those, and q may be rotated where it stands.
+        batch: of these tokens, None is the step's.
         """
-        c, batch = self.config, self.batch
+        c, given, batch = self.config, batch, batch or self.batch
         q_rope = q[..., c.nope_dim :]
         if self.backend.fused:
             args = (latent, attention, self.cos, self.sin, batch, cache, q_rope, q_nope)
@@ -157,8 +174,9 @@ class ServingContext(Context):
                 return self.backend.fused.append_latent(*args)
             self.backend.fused.append_latent(*args, out=q_rope)
             return q
+        turn = self.rows if given is None else self.cos_sin[batch.positions]
         compressed, rope = latent.split([c.latent, c.rope_dim], dim=-1)
         compressed = rms_norm(compressed, attention.latent_norm, c.eps)
-        row = torch.cat([compressed, rotate(rope[:, None], self.rows)[:, 0]], dim=-1)
+        row = torch.cat([compressed, rotate(rope[:, None], turn)[:, 0]], dim=-1)
         self.cache.append(attention.layer, batch.slots, row)
-        return torch.cat([q[..., : c.nope_dim] if q_nope is None else q_nope, rotate(q_rope, self.rows)], dim=-1)
+        return torch.cat([q[..., : c.nope_dim] if q_nope is None else q_nope, rotate(q_rope, turn)], dim=-1)

@@ -8,6 +8,7 @@ import torch
 
 from . import backends
 from .kv_pool import PagePool
+from .layers import MOST_ROWS, HostCopy
 from .runner import GRAPH_RESERVE, MemoryPlan, Runner, device_memory
 from .sampling import SamplingParams, sample
 from .scheduler import Request, Scheduler
@@ -124,6 +125,9 @@ class Engine:
             self.pool, max_seqs=max_seqs, chunk_tokens=chunk_tokens, chunk_keys=chunk_keys, decode_every=decode_every
         )
         self.requests, self._ids, self._cancelled = {}, count(), []
+        # Whether a prefill may follow another before the first one's tokens are read; not where its experts wait for the host.
+        self.looks_ahead = device.type == "cuda" and not self.parallel and chunk_tokens * getattr(spec.config, "top_k", 1) <= MOST_ROWS
+        self._ahead = None  # what ``_launch`` returned of such a prefill
         self.steps = {"prefill": 0, "decode": 0}
         if self.parallel:
             held = self.parallel.experts if self.parallel.placement is None else "placed"
@@ -181,28 +185,17 @@ class Engine:
     def step(self):
         """Run one step; returns its ``Event``s, in batch order. An empty list: only prompts were computed."""
         events, self._cancelled = self._cancelled, []
-        step = self.scheduler.next()
-        if step is None:
+        launched, self._ahead = self._ahead or self._launch(self.scheduler.next()), None
+        if launched is None or not launched[0]:
             return events
-        if step.decode:
-            requests = [r for r, _ in step.chunks]
-            logits, greedy = self.runner.decode(requests)
-        else:
-            requests = [r for r, n in step.chunks if r.computed + n == r.length]
-            logits = self.runner.prefill(step.chunks)
-            greedy = logits.argmax(dim=-1) if requests else None
-        self.steps["decode" if step.decode else "prefill"] += 1
-        for request, new in step.chunks:
-            request.computed += new
-        if not requests:
-            return events
-        if any(r.params.temperature > 0 for r in requests):
-            greedy = sample(logits, [r.params for r in requests], [r.length for r in requests])
-        if self.parallel:
-            self.parallel.agree(greedy)
-        tokens = greedy.tolist()  # the one wait for the device
+        requests, greedy, prefill = launched
+        if prefill and self.looks_ahead:  # the device goes on while the host reads and plans
+            self._ahead = self._launch(self.scheduler.ahead())
+        tokens = greedy.wait() if isinstance(greedy, HostCopy) else greedy.tolist()  # the one wait for the device
         now = time.perf_counter()
         for request, token in zip(requests, tokens):
+            if request.finished:  # cancelled while its prompt was computed
+                continue
             request.output.append(token)
             request.times.append(now)
             reason = None
@@ -214,6 +207,29 @@ class Engine:
                 self.scheduler.finish(request, reason)
             events.append(Event(request.id, token, reason))
         return events
+
+    def _launch(self, step):
+        """Send a step to the device: (requests with a new token, these tokens, whether it was a prefill); None without a step."""
+        if step is None:
+            return None
+        if step.decode:
+            requests = [r for r, _ in step.chunks]
+            logits, greedy = self.runner.decode(requests)
+        else:
+            requests = [r for r, n in step.chunks if r.computed + n == r.length]
+            logits = self.runner.prefill(step.chunks)
+            greedy = logits.argmax(dim=-1) if requests else None
+        self.steps["decode" if step.decode else "prefill"] += 1
+        for request, new in step.chunks:
+            request.computed += new
+        if not requests:
+            return requests, None, not step.decode
+        if any(r.params.temperature > 0 for r in requests):
+            greedy = sample(logits, [r.params for r in requests], [r.length for r in requests])
+        if self.parallel:
+            self.parallel.agree(greedy)
+        copied = not step.decode and self.looks_ahead  # on its way before the next step is
+        return requests, HostCopy(greedy) if copied else greedy, not step.decode
 
     def stream(self, prompts, params=SamplingParams()):
         """Submit prompts (lists of token ids; ``params`` one for all or a list) and yield ``Event``s until all have ended."""

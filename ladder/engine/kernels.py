@@ -51,21 +51,43 @@ def engine_place(
 
 
 @triton.jit
-def engine_swiglu(gate_up, out, hidden, stride, BLOCK: tl.constexpr):
-    """out[row] = silu(gate_up[row, :hidden]) * gate_up[row, hidden:], in float32."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = column < hidden
+def engine_swiglu(gate_up, out, rows, hidden, stride, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr):
+    """out[row] = silu(gate_up[row, :hidden]) * gate_up[row, hidden:], in float32; grid (row tiles * column tiles,)."""
+    tiles = tl.cdiv(hidden, BLOCK)
+    row = tl.program_id(0) // tiles * BLOCK_R + tl.arange(0, BLOCK_R)
+    column = (tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK))[None, :]
+    live = (row < rows)[:, None] & (column < hidden)
+    row = row.to(tl.int64)[:, None]
     gate = tl.load(gate_up + row * stride + column, mask=live, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + hidden + column, mask=live, other=0.0).to(tl.float32)
     tl.store(out + row * hidden + column, gate / (1.0 + tl.exp(-gate)) * up, mask=live)
 
 
+@triton.jit(do_not_specialize=["first", "last"])
+def engine_dispatch(x, places, out, width, first, last, EACH: tl.constexpr, BLOCK: tl.constexpr):
+    """out[places[t, k] - first] = x[t] where first <= places[t, k] < last; grid (tokens, column tiles).
+
+    A token is read once and written behind each of its experts; gathered, it would be read from memory each time.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = column < width
+    value = tl.load(x + token * width + column, mask=live, other=0.0)
+    for k in tl.static_range(EACH):
+        row = tl.load(places + token * EACH + k)
+        here = live & (row >= first) & (row < last)
+        tl.store(out + (row - first).to(tl.int64) * width + column, value, mask=here)
+
+
 @triton.jit
 def _combined(
-    rows, places, weights, base, offsets, token, column, live, width, last, TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr
+    rows, behind, split, places, weights, base, offsets, token, column, live, width, last,
+    TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Columns of what the experts say of a token, float32; see ``engine_combine``."""
+    """Columns of what the experts say of a token, float32; see ``engine_combine``.
+
+    behind: rows from ``split`` on, or None where ``rows`` holds all.
+    """
     total = tl.zeros([BLOCK], tl.float32)
     if base is not None:
         total += tl.load(base + token * width + column, mask=live, other=0.0).to(tl.float32)
@@ -74,7 +96,11 @@ def _combined(
         here = live
         if offsets is not None:
             here = live & (row < tl.load(offsets + last))
-        value = tl.load(rows + row * width + column, mask=here, other=0.0).to(tl.float32)
+        if behind is None:
+            value = tl.load(rows + row * width + column, mask=here, other=0.0).to(tl.float32)
+        else:  # one of the two is read
+            value = tl.load(rows + row * width + column, mask=here & (row < split), other=0.0).to(tl.float32)
+            value += tl.load(behind + (row - split) * width + column, mask=here & (row >= split), other=0.0).to(tl.float32)
         if k < TOP_K:
             value *= tl.load(weights + token * TOP_K + k)
         total += value
@@ -93,22 +119,22 @@ def engine_combine(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < width
-    total = _combined(rows, places, weights, base, offsets, token, column, live, width, last, TOP_K, SHARED, BLOCK)
+    total = _combined(rows, None, 0, places, weights, base, offsets, token, column, live, width, last, TOP_K, SHARED, BLOCK)
     tl.store(out + token * width + column, total, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["split"])
 def engine_combine_norm(
-    rows, places, weights, base, residual, norm, normed, residual_out, width, eps,
+    rows, behind, split, places, weights, base, residual, norm, normed, residual_out, width, eps,
     TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``engine_combine``, the residual add and the next layer's RMSNorm, a row held in registers: grid (tokens,). Rounded where
-    the three launches round, so the same bits.
+    the three launches round, so the same bits. behind, split: see ``_combined``.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     live = column < width
-    total = _combined(rows, places, weights, base, None, token, column, live, width, 0, TOP_K, SHARED, BLOCK)
+    total = _combined(rows, behind, split, places, weights, base, None, token, column, live, width, 0, TOP_K, SHARED, BLOCK)
     total = total.to(normed.dtype.element_ty).to(tl.float32)
     total += tl.load(residual + token * width + column, mask=live, other=0.0).to(tl.float32)
     total = total.to(normed.dtype.element_ty)

@@ -204,6 +204,7 @@ def here(ids, table):
 
 # Serving on a GPU: the same, a launch for each pass.
 
+MOST_ROWS = 1 << 17  # rows that experts compute at once: of more, experts run in two halves, one after the other in the same memory
 FEW_ASSIGNMENTS = 1024  # sorted by one quadratic launch; more by step 07's counting sort
 _fastest = {}  # (shape of gate_up, tokens) -> "library" or "streamed", measured by ``tune_experts``
 
@@ -220,10 +221,18 @@ def fast_swiglu(gate_up):
     gate_up = gate_up.contiguous()
     rows, hidden = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, hidden)
-    block = min(1024, 1 << (hidden - 1).bit_length())
     if rows:
-        engine_swiglu[(rows, -(-hidden // block))](gate_up, out, hidden, gate_up.stride(0), BLOCK=block)
+        block_r, block = swiglu_tile(rows, hidden)
+        engine_swiglu[(-(-rows // block_r) * -(-hidden // block),)](gate_up, out, rows, hidden, gate_up.stride(0), BLOCK_R=block_r, BLOCK=block)
     return out
+
+
+def swiglu_tile(rows, hidden):
+    """(rows, columns) of a program: with many rows tiles that waste no columns, 64 bytes of each thread in flight."""
+    if rows < FEW_ASSIGNMENTS:
+        return 1, min(1024, 1 << (hidden - 1).bit_length())
+    block = min((512, 256, 128, 64), key=lambda n: -hidden % n)
+    return 4096 // block, block
 
 
 def spread(source, out):
@@ -282,13 +291,14 @@ class Parts:
     """What experts made of tokens, not yet summed: the sum, the residual add and the next norm are one launch.
 
     rows (assignments, width) in expert order; places (T, top_k + shared), the rows of each token; weights (T, top_k);
-    base (T, width) to add, or None.
+    base (T, width) to add, or None; behind: the rest of the rows, where they are in two pieces, or None.
     """
 
     rows: torch.Tensor | None
     places: torch.Tensor
     weights: torch.Tensor
     base: torch.Tensor | None
+    behind: torch.Tensor | None = None
 
     def add_norm(self, residual, weight, eps):
         """``add_norm`` of the sum, once: the rows are then given back."""
@@ -299,10 +309,10 @@ class Parts:
         block = 1 << (residual.shape[1] - 1).bit_length()
         if tokens:
             engine_combine_norm[(tokens,)](
-                self.rows, self.places, self.weights, self.base, residual, weight, normed, total, residual.shape[1], eps,
+                self.rows, self.behind, len(self.rows), self.places, self.weights, self.base, residual, weight, normed, total, residual.shape[1], eps,
                 TOP_K=top_k, SHARED=self.places.shape[1] - top_k, BLOCK=block, num_warps=max(1, min(8, block // 512)),
             )  # fmt: skip
-        self.rows = self.base = None  # a layer's caller holds this object until the layer is done
+        self.rows = self.behind = self.base = None  # a layer's caller holds this object until the layer is done
         return normed, total
 
 
@@ -315,22 +325,28 @@ def fast_experts(x, ids, weights, gate_up, down, num_shared, product=None, table
     from .kernels import engine_combine
 
     experts = gate_up.shape[0] - num_shared
-    base, rows_of_shared = None, num_shared
+    shared, base, behind, rows_of_shared = None, None, None, num_shared
     streamed = (product or _fastest.get((gate_up.shape, len(x)), "library")) == "streamed"
     if not streamed and num_shared and len(x) * ids.shape[1] > FEW_ASSIGNMENTS:
         # Everyone's experts need no gathering: two plain products, at a plain product's speed.
-        base, rows_of_shared = shared_experts(x, gate_up[experts:], down[experts:]), 0
+        shared, rows_of_shared = (gate_up[experts:], down[experts:]), 0
         gate_up, down = gate_up[:experts], down[:experts]
     order, source, places, offsets = place_rows(ids, experts, rows_of_shared, table)
+    two = later and table is None and not streamed and places.numel() > MOST_ROWS
+    bounds = HostCopy(offsets) if two else None
+    if shared:
+        base = shared_experts(x, *shared)
     if streamed:
         rows = streamed_experts(x, source, offsets, gate_up, down)
+    elif two and (half := middle(bounds.wait())):  # the device is busy with everyone's experts meanwhile
+        n, split = half
+        rows = library_experts(x, places, gate_up[:n], down[:n], offsets[1 : n + 1], 0, split)
+        behind = library_experts(x, places, gate_up[n:], down[n:], offsets[n + 1 :] - split, split)
     else:
-        short = table is not None
-        rows = grouped_product(x.index_select(0, source), gate_up, offsets[1:], short)
-        rows = grouped_product(fast_swiglu(rows), down, offsets[1:], short)
+        rows = library_experts(x, places, gate_up, down, offsets[1:], short=table is not None)
     weights = weights.contiguous()
     if later and table is None:
-        return Parts(rows, places, weights, base)
+        return Parts(rows, places, weights, base, behind)
     out = torch.empty_like(x)
     tokens, width = x.shape
     block = min(1024, 1 << (width - 1).bit_length())
@@ -339,6 +355,54 @@ def fast_experts(x, ids, weights, gate_up, down, num_shared, product=None, table
             rows, places, weights, base, None if table is None else offsets, out, width, len(offsets) - 1,
             TOP_K=ids.shape[1], SHARED=rows_of_shared, BLOCK=block,
         )  # fmt: skip
+    return out
+
+
+class HostCopy:
+    """A small tensor on its way to the host, while the device works on."""
+
+    def __init__(self, tensor):
+        self.host, self.event = tensor, None
+        if tensor.is_cuda:
+            self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def wait(self):
+        if self.event:
+            self.event.synchronize()
+        return self.host.tolist()
+
+
+def middle(bounds):
+    """(n, rows) such that the first n experts have about half of all rows; None where one piece would be empty."""
+    n = min(range(len(bounds)), key=lambda n: abs(2 * bounds[n] - bounds[-1]))
+    return (n, bounds[n]) if 0 < bounds[n] < bounds[-1] else None
+
+
+def library_experts(x, places, gate_up, down, ends, first=0, last=None, short=False):
+    """Rows first .. last in expert order (last - first, width) by the library's grouped products.
+
+    places (T, each): the rows of each token. gate_up, down, ends: of the experts of these rows, ends counted from first.
+    """
+    rows = dispatch(x, places, first, places.numel() if last is None else last)
+    rows = grouped_product(rows, gate_up, ends, short)
+    rows = fast_swiglu(rows)  # under the same name: what a product read is given back before the next one writes
+    return grouped_product(rows, down, ends, short)
+
+
+def dispatch(x, places, first, last):
+    """Rows first .. last in expert order, (last - first, width): each of x (T, width) at ``places`` (T, each)."""
+    from .kernels import engine_dispatch
+
+    x = x.contiguous()
+    tokens, width = x.shape
+    out = x.new_empty(last - first, width)
+    block = min(2048, 1 << (width - 1).bit_length())
+    if tokens:
+        engine_dispatch[(tokens, -(-width // block))](
+            x, places, out, width, first, last, EACH=places.shape[1], BLOCK=block, num_warps=max(1, min(4, block // 512))
+        )
     return out
 
 

@@ -110,7 +110,10 @@ class Runner:
         ends = np.cumsum([n for _, n in chunks])
         last = [end - 1 for (r, n), end in zip(chunks, ends) if r.computed + n == r.length]
         # Without a finished prompt one row goes on, for form's sake: what counts is in the cache by then.
-        hidden = self.model(batch.tokens, self.context, self._put(np.array(last or [0], dtype=np.int64)))
+        rows = self._put(np.array(last or [0], dtype=np.int64))
+        if len(last) == len(chunks):
+            batch.last = batch.only(rows, self._put(np.arange(len(chunks) + 1, dtype=np.int32)))
+        hidden = self.model(batch.tokens, self.context, rows)
         return self.model.logits(hidden) if last else None
 
     @torch.inference_mode()

@@ -85,6 +85,14 @@ class Scheduler:
         decoding = self._room(decoding)
         return Step(True, tuple((r, 1) for r in decoding)) if decoding else None
 
+    def ahead(self):
+        """A prefill that may follow one whose tokens are not known yet, or None: what it looks at must not depend on them."""
+        chunks = self._prefill() if self._prefills < self.decode_every else None
+        if not chunks:
+            return None
+        self._prefills += 1
+        return Step(False, tuple(chunks))
+
     def _prefill(self):
         """Chunks of prompts that are under way, then of those that wait, while tokens and pages last."""
         chunks, tokens, keys = [], self.chunk_tokens, self.chunk_keys

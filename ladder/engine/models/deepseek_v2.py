@@ -17,7 +17,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..layers import linear, rotary_table, run_experts, spread, swiglu
+from ..layers import linear, rotary_table, run_experts, serving_on_gpu, spread, swiglu
+
+MLP_TOKENS = 8192  # tokens that a dense layer takes at once when serving: its inner columns are five times the model's
 
 
 @dataclass(frozen=True)
@@ -140,10 +142,17 @@ class LatentAttention(nn.Module):
         self.v_up = nn.Parameter(torch.empty(c.num_heads, c.v_dim, c.latent))
         self.out = nn.Parameter(torch.empty(c.width, c.num_heads * c.v_dim))
 
-    def split(self, x):
-        """Views of x @ q_kv.T: q (T, H, 192), not yet rotated, and latent (T, 576), neither normed nor rotated."""
+    def split(self, x, rows=None):
+        """Views of x @ q_kv.T: q (T, H, 192), not yet rotated, and latent (T, 576), neither normed nor rotated.
+
+        rows: q only of these, (n, H, 192).
+        """
         c = self.config
-        q, latent = linear(x, self.q_kv).split([c.num_heads * c.qk_dim, c.latent + c.rope_dim], dim=-1)
+        sizes = [c.num_heads * c.qk_dim, c.latent + c.rope_dim]
+        if rows is None:
+            q, latent = linear(x, self.q_kv).split(sizes, dim=-1)
+        else:
+            q, latent = (linear(part, weight) for part, weight in zip((x[rows], x), self.q_kv.split(sizes)))
         return q.unflatten(-1, (c.num_heads, c.qk_dim)), latent
 
     def absorb(self, q):
@@ -166,8 +175,8 @@ class LatentAttention(nn.Module):
         spread(rope, k[..., c.nope_dim :])
         return k, linear(compressed, self.v_up.flatten(0, 1)).unflatten(-1, (c.num_heads, c.v_dim))
 
-    def forward(self, x, context):
-        out = linear(context.attend_latent(self, x).flatten(1), self.out)
+    def forward(self, x, context, rows=None):
+        out = linear(context.attend_latent(self, x, rows).flatten(1), self.out)
         return self.parallel.sum(out) if self.parallel else out
 
 
@@ -180,7 +189,12 @@ class MLP(nn.Module):
         self.down = nn.Parameter(torch.empty(width, hidden))
 
     def forward(self, x):
-        out = linear(swiglu(linear(x, self.gate_up)), self.down)
+        if serving_on_gpu(x) and len(x) > MLP_TOKENS:
+            out = torch.empty_like(x)
+            for part, place in zip(x.split(MLP_TOKENS), out.split(MLP_TOKENS)):
+                torch.mm(swiglu(linear(part, self.gate_up)), self.down.t(), out=place)
+        else:
+            out = linear(swiglu(linear(x, self.gate_up)), self.down)
         return self.parallel.sum(out) if self.parallel else out
 
 
@@ -215,19 +229,21 @@ class Block(nn.Module):
         self.mlp = MLP(config.width, config.dense_width) if layer < config.num_dense else MoE(config, layer)
 
     def forward(self, x, residual, context, rows=None):
-        """``residual`` is the stream before ``x`` is added to it: the sum and its norm are one pass. After attention only
-        ``rows`` go on, where they are given.
+        """Attention, and what ``mlp`` takes: x, the stream, and the rest of its arguments. Whoever calls it lets go of the old
+        stream before the experts, which need the memory.
+
+        ``residual`` is the stream before ``x`` is added to it: the sum and its norm are one pass. Only ``rows`` attend and go on,
+        where they are given; the others leave their keys.
         """
         c = self.config
         x, residual = context.add_norm(x, residual, self.attention_norm, c.eps)
-        x = self.attention(x, context)
+        x = self.attention(x, context, rows)
         if rows is not None:
-            x, residual = x[rows], residual[rows]
+            residual = residual[rows]
         if isinstance(self.mlp, MLP):
-            x, residual = context.add_norm(x, residual, self.mlp_norm, c.eps)
-            return self.mlp(x), residual
+            return *context.add_norm(x, residual, self.mlp_norm, c.eps), ()
         x, residual, weights, ids = context.norm_route(self.mlp, x, residual, self.mlp_norm)
-        return self.mlp(x, weights, ids, context.sums_later), residual
+        return x, residual, (weights, ids, context.sums_later)
 
 
 class DeepseekV2(nn.Module):
@@ -241,11 +257,12 @@ class DeepseekV2(nn.Module):
 
     def forward(self, tokens, context, rows=None):
         """The last hidden states (T, width), normed, of packed tokens (T,); only ``rows`` of them where given, (n,) int64:
-        nobody asks for the others, so the last layer's experts are spared them.
+        nobody asks for the others, so the last layer's queries and experts are spared them.
         """
         x, residual = self.embedding[tokens], None
         for block in self.blocks:
-            x, residual = block(x, residual, context, rows if block is self.blocks[-1] else None)
+            x, residual, choice = block(x, residual, context, rows if block is self.blocks[-1] else None)
+            x = block.mlp(x, *choice)
         return context.add_norm(x, residual, self.norm, self.config.eps)[0]
 
     def logits(self, hidden):
