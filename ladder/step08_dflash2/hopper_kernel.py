@@ -209,8 +209,8 @@ def dflash2_publish(work_smem, work_full, work_free, turn, first, batch, head, r
 
 
 @gluon.jit
-def dflash2_field(work_smem, place, I: gl.constexpr, WARPS: gl.constexpr = 4):
-    return gl.max(work_smem.index(8 * place + I).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+def dflash2_field(work_smem, place, I: gl.constexpr):
+    return gl.max(work_smem.index(8 * place + I).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
@@ -226,30 +226,11 @@ def dflash2_receive(work_smem, work_full, turn):
 
 
 @gluon.jit
-def dflash2_look_up(
-    pages_ptr, i, end, keys, low, sink, high_tile, low_tile, sink_tile,
-    N: gl.constexpr, PAGE: gl.constexpr, NUM_RANGES: gl.constexpr,
-):  # fmt: skip
-    """The pages of tile number i of a work, one a lane, or its only one. A page that no row sees is not looked up."""
-    ROWS: gl.constexpr = PAGE if PAGE < N else N
-    key = dflash2_tile_number(i, high_tile, low_tile, sink_tile, NUM_RANGES) * N
-    wanted = i < end
-    if PAGE < N:
-        lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-        key += lane * PAGE
-        wanted = wanted & (lane < N // PAGE)
-    wanted = wanted & (key < keys)
-    if NUM_RANGES > 0:
-        wanted = wanted & ((key + ROWS > low) | (key < sink))
-    return gl.load(pages_ptr + key // PAGE, mask=wanted, other=0).to(gl.int32)
-
-
-@gluon.jit
 def dflash2_copy_keys(
-    desc_1, desc_2, smem_1, smem_2, full, slot, batch, kv_head, first_k, tile, pages,
-    N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, PAGE: gl.constexpr,
+    desc_1, desc_2, smem_1, smem_2, full, slot, batch, kv_head, first_k, tile, keys, low, sink, pages_ptr,
+    N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, PAGE: gl.constexpr, NUM_RANGES: gl.constexpr,
 ):  # fmt: skip
-    """Bring one tile of K or V: one copy, or one for each page that ``dflash2_look_up`` found."""
+    """Bring one tile of K or V: one copy, or one for each page. A page that no row sees is not looked up."""
     mbarrier.expect(full.index(slot), N * (D1 + D2) * 2)
     if PAGE == 0:
         async_load(desc_1, [batch, kv_head, first_k + tile * N, 0], full.index(slot), smem_1.index(slot))
@@ -258,14 +239,14 @@ def dflash2_copy_keys(
     else:
         ROWS: gl.constexpr = PAGE if PAGE < N else N
         for part in gl.static_range(N // ROWS):
-            page = pages
-            if PAGE < N:
-                lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-                page = gl.sum(gl.where(lane == part, pages, 0), 0)
-            row = tile * N % PAGE if PAGE > N else 0
-            async_load(desc_1, [page, kv_head, row, 0], full.index(slot), smem_1.index(slot).slice(part * ROWS, ROWS, 2))
+            key = tile * N + part * ROWS
+            wanted = key < keys
+            if NUM_RANGES > 0:
+                wanted = wanted & ((key + ROWS > low) | (key < sink))
+            page = gl.load(pages_ptr + key // PAGE, mask=wanted, other=0).to(gl.int32)
+            async_load(desc_1, [page, kv_head, key % PAGE, 0], full.index(slot), smem_1.index(slot).slice(part * ROWS, ROWS, 2))
             if D2 > 0:
-                async_load(desc_2, [page, kv_head, row, D1], full.index(slot), smem_2.index(slot).slice(part * ROWS, ROWS, 2))
+                async_load(desc_2, [page, kv_head, key % PAGE, D1], full.index(slot), smem_2.index(slot).slice(part * ROWS, ROWS, 2))
 
 
 @gluon.jit
@@ -332,17 +313,12 @@ def dflash2_produce(
         pages = pages_ptr
         if PAGE > 0:
             pages = pages_ptr + batch.to(gl.int64) * stride_pages
-        mine = 0
-        ahead = 0
-        if PAGE > 0:  # pages are looked up a tile ahead, for K and V at once: a copy does not wait for them
-            mine = dflash2_look_up(pages, begin, end, keys, low, sink, high_tile, low_tile, sink_tile, N, PAGE, NUM_RANGES)
-            ahead = dflash2_look_up(pages, begin + 1, end, keys, low, sink, high_tile, low_tile, sink_tile, N, PAGE, NUM_RANGES)
         if QBUF > 1:  # the other buffer is free by now
             dflash2_copy_queries(q1_desc, q2_desc, q1_smem, q2_smem, q_full, q_free, anchor, turn, q_batch, head, first_q + first, D1, D2, WG, QBUF, Q_EARLY, STAGES)
         if begin < end:  # K of the first tile may come while the consumers still hold the Q of the work before
             tile = dflash2_tile_number(begin, high_tile, low_tile, sink_tile, NUM_RANGES)
             dflash2_await_slot(anchor, it, FREE, STAGES, THREADS)
-            dflash2_copy_keys(k1_desc, k2_desc, k1_smem, k2_smem, k_full, it % STAGES, k_batch, kv_head, first_k, tile, mine, N, D1, D2, PAGE)
+            dflash2_copy_keys(k1_desc, k2_desc, k1_smem, k2_smem, k_full, it % STAGES, k_batch, kv_head, first_k, tile, keys, low, sink, pages, N, D1, D2, PAGE, NUM_RANGES)
         if QBUF == 1:
             dflash2_copy_queries(q1_desc, q2_desc, q1_smem, q2_smem, q_full, q_free, anchor, turn, q_batch, head, first_q + first, D1, D2, WG, QBUF, Q_EARLY, STAGES)
         t = dflash2_next(t, counter_ptr, DYNAMIC, num_work)
@@ -364,45 +340,29 @@ def dflash2_produce(
             next_first, next_batch, next_head, next_rows, next_first_q, next_keys, next_first_k, next_split,
         )  # fmt: skip
         for i in range(begin + 1, end + 1):
-            coming = 0
-            if PAGE > 0:
-                coming = dflash2_look_up(pages, i + 1, end, keys, low, sink, high_tile, low_tile, sink_tile, N, PAGE, NUM_RANGES)
             if K_AHEAD:
                 if i < end:
-                    next_tile = dflash2_tile_number(i, high_tile, low_tile, sink_tile, NUM_RANGES)
+                    ahead = dflash2_tile_number(i, high_tile, low_tile, sink_tile, NUM_RANGES)
                     dflash2_await_slot(anchor, it + 1, FREE, STAGES, THREADS)
-                    dflash2_copy_keys(k1_desc, k2_desc, k1_smem, k2_smem, k_full, (it + 1) % STAGES, k_batch, kv_head, first_k, next_tile, ahead, N, D1, D2, PAGE)
+                    dflash2_copy_keys(k1_desc, k2_desc, k1_smem, k2_smem, k_full, (it + 1) % STAGES, k_batch, kv_head, first_k, ahead, keys, low, sink, pages, N, D1, D2, PAGE, NUM_RANGES)
             tile = dflash2_tile_number(i - 1, high_tile, low_tile, sink_tile, NUM_RANGES)
             dflash2_await_slot(anchor, it, FREE + STAGES, STAGES, THREADS)
-            dflash2_copy_keys(v1_desc, v2_desc, v1_smem, v2_smem, v_full, it % STAGES, k_batch, kv_head, first_k, tile, mine, N, V1, V2, PAGE)
+            dflash2_copy_keys(v1_desc, v2_desc, v1_smem, v2_smem, v_full, it % STAGES, k_batch, kv_head, first_k, tile, keys, low, sink, pages, N, V1, V2, PAGE, NUM_RANGES)
             if not K_AHEAD:
                 if i < end:
-                    next_tile = dflash2_tile_number(i, high_tile, low_tile, sink_tile, NUM_RANGES)
+                    ahead = dflash2_tile_number(i, high_tile, low_tile, sink_tile, NUM_RANGES)
                     dflash2_await_slot(anchor, it + 1, FREE, STAGES, THREADS)
-                    dflash2_copy_keys(k1_desc, k2_desc, k1_smem, k2_smem, k_full, (it + 1) % STAGES, k_batch, kv_head, first_k, next_tile, ahead, N, D1, D2, PAGE)
+                    dflash2_copy_keys(k1_desc, k2_desc, k1_smem, k2_smem, k_full, (it + 1) % STAGES, k_batch, kv_head, first_k, ahead, keys, low, sink, pages, N, D1, D2, PAGE, NUM_RANGES)
             it += 1
-            if PAGE > 0:
-                mine = ahead
-                ahead = coming
         turn += 1
-        if PAGE > 0:  # what was told is read back: held through the tiles it would want the registers of the pages
-            place = turn % PLACES
-            first = dflash2_field(work_smem, place, 0, 1)
-            batch = dflash2_field(work_smem, place, 1, 1)
-            head = dflash2_field(work_smem, place, 2, 1)
-            rows = dflash2_field(work_smem, place, 3, 1)
-            first_q = dflash2_field(work_smem, place, 4, 1)
-            keys = dflash2_field(work_smem, place, 5, 1)
-            split = dflash2_field(work_smem, place, 7, 1)
-        else:
-            first = next_first
-            batch = next_batch
-            head = next_head
-            rows = next_rows
-            first_q = next_first_q
-            keys = next_keys
-            first_k = next_first_k
-            split = next_split
+        first = next_first
+        batch = next_batch
+        head = next_head
+        rows = next_rows
+        first_q = next_first_q
+        keys = next_keys
+        first_k = next_first_k
+        split = next_split
 
 
 @gluon.jit
