@@ -94,14 +94,14 @@ def test_sections_follow_what_was_measured():
     def heads(seqlen_k, head_dims, limited, group=1):
         return hopper.choose_section(group, 2 * seqlen_k * head_dims, seqlen_k, limited)
 
-    assert [heads(n, 256, False) for n in (1024, 4096, 32768, 131072)] == [2, 2, 2, 1]
-    assert heads(4096, 256, False, 8) == 8 and heads(32768, 320, False) == 1
-    assert [heads(n, 256, True) for n in (4096, 16384, 32768, 131072)] == [21, 8, 4, 2]
+    assert [heads(n, 256, False) for n in (1024, 4096, 16384, 131072)] == [2, 2, 1, 1]
+    assert heads(4096, 256, False, 8) == 8 and heads(16384, 128, False) == 2
+    assert [heads(n, 256, True) for n in (4096, 16384, 32768, 131072)] == [21, 8, 4, 1]
     assert heads(4096, 320, True) == 16 and heads(131072, 256, True, 8) == 8  # heads that share K and V stay together
 
 
 @pytest.mark.parametrize("block", (64, 128))
-def test_no_tile_of_packed_queries_is_left_out_of_a_tight_plan(block):
+def test_no_tile_of_packed_queries_is_left_out(block):
     for seed in range(300):
         generator = torch.Generator().manual_seed(seed)
         lengths = torch.randint(0, 5, (1 + seed % 5,), generator=generator) * torch.randint(1, 3, (1,), generator=generator) * 64
@@ -111,7 +111,7 @@ def test_no_tile_of_packed_queries_is_left_out_of_a_tight_plan(block):
             continue
         _, num_m, *_ = hopper.plan_prefill(
             len(lengths), 8, 1, total, 4096, 128, 128, 0, True, True, max(lengths), 132, None, False,
-            (("WG", block // 64), ("tight", True)),
+            (("WG", block // 64),),
         )  # fmt: skip
         start, last = 0, 0  # sequence s owns the tiles start // block + s and on
         for s, length in enumerate(lengths):
@@ -120,13 +120,9 @@ def test_no_tile_of_packed_queries_is_left_out_of_a_tight_plan(block):
         assert last <= num_m, lengths
 
 
-def test_a_tight_plan_splits_by_the_tiles_that_hold_queries():
-    def splits(**config):
-        return hopper.plan_prefill(
-            1, 16, 1, 512, 131584, 128, 128, 0, True, True, 512, 132, None, False, tuple(config.items())
-        )[1:3]
-
-    assert splits() == (5, 3) and splits(tight=True) == (4, 2)  # 240 works, of which 48 empty; 128, none empty
+def test_splits_follow_the_tiles_that_hold_queries():
+    arguments = (1, 16, 1, 512, 131584, 128, 128, 0, True, True, 512, 132)
+    assert hopper.plan_prefill(*arguments)[1:3] == (4, 2)  # 128 works; a fifth, empty tile a head would make it three splits
 
 
 def test_sections_are_even():

@@ -10,7 +10,6 @@ L2_BYTES = 32 << 20  # of the 50 MB: K and V of the heads that run side by side
 WIDTHS = ((64, (64, 0)), (96, (64, 32)), (128, (128, 0)), (192, (128, 64)), (256, (256, 0)))  # as tiles: powers of two
 MAX_SPLITS = 32
 SHORT = 2048  # queries
-TIGHT = False  # see ``plan_prefill``
 
 
 @functools.cache
@@ -125,11 +124,10 @@ def choose_section(group, kv_bytes, seqlen_k, limited):
     next head's come one by one. Under the diagonal the heaviest tiles of a section come first, and its light ones fill the
     gaps that they leave: more heads, as long as their K and V stay in the L2 cache, and of the longest a few even so.
     """
-    fit = L2_BYTES // kv_bytes
     if not limited:
-        return max(group, min(2, fit))
-    least = 8 if seqlen_k <= 16384 else 4 if seqlen_k <= 65536 else 2
-    return max(least, group * max(1, 4 * fit // 3))
+        return max(group, min(2, (L2_BYTES // 4) // kv_bytes))
+    least = 8 if seqlen_k <= 16384 else 4 if seqlen_k <= 65536 else 1
+    return max(least, group * max(1, 4 * (L2_BYTES // kv_bytes) // 3))
 
 
 def fit_section(heads, most):
@@ -149,19 +147,17 @@ def plan_prefill(
     seqlen_q, seqlen_k: of a sequence, or of all packed ones together; with pages, keys that a block table can address.
     right: keys after its own position that a query sees, or None: all. longest: most queries of a sequence, or None.
     windows: whether some keys to the left are hidden.
-    config: items of launch parameters that replace the tuned ones. Its ``tight``: of packed sequences only count row tiles
-    that may hold queries. A tile for each sequence stands empty where lengths are whole tiles, and counted in they cost splits.
+    config: items of launch parameters that replace the tuned ones.
     """
     (width, _), (width_v, _) = width_of(head_dim), width_of(head_dim_v)
     longest = (longest or seqlen_q) if ragged else seqlen_q
     # Measured: without a mask, groups of 128 columns drift apart by themselves; of 256, under one.
     turns = right is not None if width == 128 else right is None if width == 256 else True
     chosen = {"DYNAMIC": True, "TURNS": turns, "K_AHEAD": True, **config_for(width, width_v, longest <= SHORT), **dict(config or ())}
-    section, grid, tight, block_m = chosen.pop("section", None), chosen.pop("grid", None), chosen.pop("tight", TIGHT), 64 * chosen["WG"]
-    num_m = seqlen_q // block_m + num_seqs if ragged else -(-seqlen_q // block_m)
-    filled = num_m  # row tiles that may hold queries
-    if ragged and tight:
-        num_m = max(1, -(-seqlen_q // block_m) + num_seqs - 1)  # behind the last sequence none is empty
+    section, grid, block_m = chosen.pop("section", None), chosen.pop("grid", None), 64 * chosen["WG"]
+    num_m = filled = -(-seqlen_q // block_m)
+    if ragged:  # one tile more for each sequence but the last, which stands empty where a length is whole tiles: not counted for splits
+        num_m = max(1, num_m + num_seqs - 1)
         filled = min(num_m, num_seqs * -(-longest // block_m))
     tiles = filled * num_heads * (1 if ragged else num_seqs)
     if num_splits is None:

@@ -10,7 +10,7 @@ from .hopper import _counter, _describe, _processors
 
 TILE = 64  # rows, and keys
 MIN_TILES = 4  # fewer keys are read faster than their partial result is merged
-MOST = 8  # works a processor where one sequence stands out, so that the others' fill in beside it
+MOST = 12  # works a processor where one sequence stands out, so that the others' fill in beside it
 STAGES = {64: 3, 128: 2}  # tiles of K and of V under way in each of two programs a processor: more read slower, see TUNING.md
 MAXNREG = 128  # and its registers
 
