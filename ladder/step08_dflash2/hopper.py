@@ -273,6 +273,7 @@ def merge_splits(part_out, part_lse, out, lse, sinks):
 
 MLA_TILE = 64  # rows, and keys
 MLA_TURNS = 2  # of "pair"
+MERGE_PROGRAMS = 1024  # of a whole batch: each costs time where nothing was split, which the host does not know
 MLA_MIN_TILES = 4  # fewer keys are read faster than their partial result is merged
 
 
@@ -404,7 +405,9 @@ def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right
         )  # fmt: skip
         if split and not merges:
             blocks = merge_config(batch, rows, num_kv_splits)
-            dflash2_mla_merge_parts[(batch * -(-rows // blocks["BLOCK_M"]), 512 // blocks["BLOCK_V"])](
-                part_out, part_lse, meta, out, lse, sinks, *strides, num_heads, q_len, slots, PART_ROWS=tile, HEAD_V=512, **blocks,
+            columns = 512 // blocks["BLOCK_V"]
+            programs = min(-(-rows // blocks["BLOCK_M"]), max(1, MERGE_PROGRAMS // (batch * columns)))
+            dflash2_mla_merge_parts[(batch * programs, columns)](
+                part_out, part_lse, meta, out, lse, sinks, *strides, num_heads, q_len, slots, programs, PART_ROWS=tile, HEAD_V=512, **blocks,
                 HAS_SINKS=sinks is not None, HAS_LSE=lse is not None, num_warps=4,
             )  # fmt: skip
