@@ -272,7 +272,6 @@ def merge_splits(part_out, part_lse, out, lse, sinks):
 
 
 MLA_TILE = 64  # rows, and keys
-MLA_TURNS = 2  # of "pair"
 MERGE_PROGRAMS = 1024  # of a whole batch: each costs time where nothing was split, which the host does not know
 MLA_MIN_TILES = 4  # fewer keys are read faster than their partial result is merged
 
@@ -392,7 +391,9 @@ def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right
         chosen = dict(ROWS=tile, SLOTS=8 if tile == 16 else 7, MERGES=merges)
         block_b = 1 if batch == 1 else block_b
     elif kind == "pair":
-        kernel, widths, grid, counters, chosen = dflash2_mla_pair_hopper, (256, 64), works, (), dict(TURNS=MLA_TURNS)
+        kernel, widths, grid, counters = dflash2_mla_pair_hopper, (256, 64), min(works, processors), (counter,)
+        chosen = dict(WIDE=out.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in out.stride()[:3]))
+        block_b = 1 if batch == 1 else min(128, max(32, 1 << (batch - 1).bit_length()))  # one warp's work, of few registers
     else:
         kernel, widths, grid, counters, chosen = dflash2_mla_hopper, (256, 64), works, (), dict(WAIT_FOR_V=rows < MLA_TILE)
     with torch.cuda.device(device):

@@ -22,16 +22,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .gluon_compat import async_load
-from .hopper_decode_kernel import dflash2_decode_pages
+from .hopper_decode_kernel import (
+    dflash2_decode_cut,
+    dflash2_decode_find,
+    dflash2_decode_pages,
+    dflash2_decode_tell,
+    dflash2_decode_tiles,
+)
 from .hopper_kernel import (
     FREE,
+    PLACES,
     dflash2_arrive,
     dflash2_arrive_if,
-    dflash2_await_slot,
     dflash2_clean,
+    dflash2_field,
     dflash2_pack,
     dflash2_sync,
     dflash2_unpack,
+    dflash2_wide,
 )
 from .hopper_mla_kernel import (
     HALF,
@@ -44,9 +52,6 @@ from .hopper_mla_kernel import (
     ROWS,
     STAGES,
     dflash2_mla_copy,
-    dflash2_mla_slot,
-    dflash2_mla_store,
-    dflash2_mla_tiles,
 )
 
 EVEN_P = gl.constexpr(11)  # hardware barriers behind those of the pieces: probabilities of the even tile are there, of the odd one
@@ -57,41 +62,88 @@ SUMS = gl.constexpr(14)
 
 
 @gluon.jit
+def dflash2_mla_pair_await(anchor, use, ids: gl.constexpr):
+    """Wait until a piece has been given back; in its first use it is free. Its groups give it back after every use."""
+    if use > 0:
+        dflash2_sync(anchor, ids, 160)
+
+
+@gluon.jit
 def dflash2_mla_pair_bring(
-    k1_desc, k3_desc, k1_smem, k2_smem, k3_smem, k_full, anchor, it, pages, tile, SLOT: gl.constexpr, PAGE: gl.constexpr
+    k1_desc, k3_desc, k1_smem, k2_smem, k3_smem, k_full, anchor, use, pages, tile, SLOT: gl.constexpr, PAGE: gl.constexpr
 ):
     """Bring a tile, piece by piece in the order in which they become free, and in which its scores want them."""
     if SLOT == 0:
-        dflash2_await_slot(anchor, it, FREE + LEFT, STAGES, 160)
+        dflash2_mla_pair_await(anchor, use, FREE + LEFT)
         dflash2_mla_copy(k1_desc, k1_smem, k_full.index(LEFT), 0, pages, tile, 0, HALF, PAGE)
-    dflash2_await_slot(anchor, it, FREE + RIGHT, STAGES, 160)
+    dflash2_mla_pair_await(anchor, use, FREE + RIGHT + SLOT)
     dflash2_mla_copy(k1_desc, k2_smem, k_full.index(RIGHT + SLOT), SLOT, pages, tile, HALF, HALF, PAGE)
     if SLOT == 1:
-        dflash2_await_slot(anchor, it, FREE + LEFT, STAGES, 160)
+        dflash2_mla_pair_await(anchor, use, FREE + LEFT + 1)
         dflash2_mla_copy(k1_desc, k1_smem, k_full.index(LEFT + 1), 1, pages, tile, 0, HALF, PAGE)
-    dflash2_await_slot(anchor, it, FREE + LAST, STAGES, 160)
+    dflash2_mla_pair_await(anchor, use, FREE + LAST + SLOT)
     dflash2_mla_copy(k3_desc, k3_smem, k_full.index(LAST + SLOT), SLOT, pages, tile, 512, ROPE, PAGE)
 
 
 @gluon.jit
-def dflash2_mla_pair_produce(
-    q1_desc, q3_desc, k1_desc, k3_desc, q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem, q_full, k_full,
-    pages_ptr, seq, first_row, first, last, length, PAGE: gl.constexpr,
-):  # fmt: skip
-    anchor = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+def dflash2_mla_pair_query(q1_desc, q3_desc, q1_smem, q2_smem, q3_smem, q_full, q_free, turn, seq, first_row):
+    mbarrier.wait(q_free, (turn & 1) ^ 1)
     mbarrier.expect(q_full, ROWS * 576 * 2)
     async_load(q1_desc, [seq, first_row, 0], q_full, q1_smem.index(0))
     async_load(q1_desc, [seq, first_row, 256], q_full, q2_smem.index(0))
     async_load(q3_desc, [seq, first_row, 512], q_full, q3_smem.index(0))
-    ahead = dflash2_decode_pages(pages_ptr, first, length, PAGE)  # looked up a tile ahead: a copy does not wait for it
-    for tile in range(first, last, 2):
-        mine = ahead
-        ahead = dflash2_decode_pages(pages_ptr, tile + 1, length, PAGE)
-        dflash2_mla_pair_bring(k1_desc, k3_desc, k1_smem, k2_smem, k3_smem, k_full, anchor, tile - first, mine, tile, 0, PAGE)
-        if tile + 1 < last:
-            mine = ahead
-            ahead = dflash2_decode_pages(pages_ptr, tile + 2, length, PAGE)
-            dflash2_mla_pair_bring(k1_desc, k3_desc, k1_smem, k2_smem, k3_smem, k_full, anchor, tile + 1 - first, mine, tile + 1, 1, PAGE)
+
+
+@gluon.jit
+def dflash2_mla_pair_produce(
+    q1_desc, q3_desc, k1_desc, k3_desc, q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem, q_full, q_free, k_full,
+    work_smem, work_full, work_free, pages_ptr, seq_lens_ptr, counter_ptr,
+    stride_pages, batch, row_tiles, capacity, num_splits, target, most, min_tiles, PAGE: gl.constexpr, FOUND: gl.constexpr, BLOCK_B: gl.constexpr,
+):  # fmt: skip
+    """Draw works, tell both groups of them, and bring their Q and tiles; those of a work come while the last one is ended."""
+    anchor = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    chunk, slots, each = dflash2_decode_cut(seq_lens_ptr, batch, capacity, target, most, min_tiles, num_splits, FOUND, BLOCK_B)
+    num_work = slots * row_tiles  # tiles that share keys run side by side
+    t = gl.program_id(0)
+    turn = 0
+    evens = 0  # uses of the first slot, and of the second
+    odds = 0
+    while t < num_work:
+        seq, split, splits, length = dflash2_decode_find(t // row_tiles, chunk, each, seq_lens_ptr, batch, capacity, num_splits, FOUND, BLOCK_B)
+        if split < splits:
+            dflash2_decode_tell(work_smem, work_full, work_free, turn, t, seq, split, splits, length)
+            first_row = t % row_tiles * ROWS
+            pages = pages_ptr + seq.to(gl.int64) * stride_pages
+            tiles = dflash2_decode_tiles(length, capacity)
+            keys = gl.where(tiles > 0, length, 0)  # no page is looked up for a length that none holds
+            first = tiles * split // splits
+            last = tiles * (split + 1) // splits
+            if turn == 0:
+                dflash2_mla_pair_query(q1_desc, q3_desc, q1_smem, q2_smem, q3_smem, q_full, q_free, turn, seq, first_row)
+            ahead = dflash2_decode_pages(pages, first, keys, PAGE)  # looked up a tile ahead: a copy does not wait for it
+            for tile in range(first, last, 2):
+                mine = ahead
+                ahead = dflash2_decode_pages(pages, tile + 1, keys, PAGE)
+                dflash2_mla_pair_bring(k1_desc, k3_desc, k1_smem, k2_smem, k3_smem, k_full, anchor, evens, mine, tile, 0, PAGE)
+                evens += 1
+                if (turn > 0) & (tile == first):  # it is free later than the first tile's place
+                    dflash2_mla_pair_query(q1_desc, q3_desc, q1_smem, q2_smem, q3_smem, q_full, q_free, turn, seq, first_row)
+                if tile + 1 < last:
+                    mine = ahead
+                    ahead = dflash2_decode_pages(pages, tile + 2, keys, PAGE)
+                    dflash2_mla_pair_bring(k1_desc, k3_desc, k1_smem, k2_smem, k3_smem, k_full, anchor, odds, mine, tile + 1, 1, PAGE)
+                    odds += 1
+            if (turn > 0) & (first == last):  # groups wait for Q in works of no tile too
+                dflash2_mla_pair_query(q1_desc, q3_desc, q1_smem, q2_smem, q3_smem, q_full, q_free, turn, seq, first_row)
+            turn += 1
+        if num_work > gl.num_programs(0):
+            ticket = gl.atomic_add(counter_ptr, 1, sem="relaxed", scope="gpu")
+            if ticket == num_work - 1:  # every program draws one number too many: the last draw leaves the counter at zero
+                gl.store(counter_ptr, 0)
+            t = ticket + gl.num_programs(0)
+        else:  # one program for each work needs no counter
+            t = num_work
+    dflash2_decode_tell(work_smem, work_full, work_free, turn, t, -1, 0, 1, 0)
 
 
 @gluon.jit
@@ -193,198 +245,274 @@ def dflash2_mla_pair_factor(
 
 
 @gluon.jit
+def dflash2_mla_pair_store(
+    acc, COLUMN: gl.constexpr, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh, num_heads, seq, part, splits, first_row, rows, WIDE: gl.constexpr
+):
+    """WIDE: rows of the output start at 16 bytes, so that a lane stores eight columns at once."""
+    if splits == 1:
+        LAYOUT: gl.constexpr = dflash2_wide(HALF) if WIDE else acc.type.layout
+        row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        column = COLUMN + gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))
+        place = seq.to(gl.int64) * stride_ob + (row // num_heads).to(gl.int64) * stride_om + (row % num_heads).to(gl.int64) * stride_oh
+        if WIDE:
+            place = gl.multiple_of(place, 8)
+        acc_out = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), LAYOUT)
+        gl.store(out_ptr + place[:, None] + column[None, :], acc_out, mask=(row < rows)[:, None])
+    else:
+        part_row = gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout))
+        part_column = COLUMN + gl.arange(0, HALF, gl.SliceLayout(0, acc.type.layout))
+        part_place = (part * ROWS + part_row) * 512
+        gl.store(part_out_ptr + part_place[:, None] + part_column[None, :], acc, mask=(first_row + part_row < rows)[:, None])
+
+
+@gluon.jit
 def dflash2_mla_pair_even(
-    q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem, even_max, odd_max, even_sum, odd_sum, q_full, k_full,
-    out_ptr, part_out_ptr, part_lse_ptr, lse_ptr, sinks_ptr,
-    stride_ob, stride_om, stride_oh, num_heads, q_len, right, seq, part, splits, first_row, rows, first, last, length, beyond, scale_log2,
-    NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, TURNS: gl.constexpr, DT: gl.constexpr,
+    q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem, even_max, odd_max, even_sum, odd_sum, q_full, q_free, k_full,
+    work_smem, work_full, work_free, out_ptr, part_out_ptr, part_lse_ptr, meta_ptr, lse_ptr, sinks_ptr,
+    stride_ob, stride_om, stride_oh, num_heads, q_len, right, row_tiles, capacity, num_slots, scale_log2,
+    NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, WIDE: gl.constexpr, DT: gl.constexpr,
 ):  # fmt: skip
-    """Scores and probabilities of the even tiles, and value columns 0 .. 256."""
+    """Scores and probabilities of the even tiles of a work, and value columns 0 .. 256."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     anchor = gl.full([128], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-    row = first_row + gl.arange(0, ROWS, ROW)
-    last_key = gl.minimum(length - 1, length - q_len + row // num_heads + right)
-    low_key = gl.minimum(length - 1, length - q_len + first_row // num_heads + right)
-    row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-    row_sum = gl.zeros([ROWS], gl.float32, ROW)
-    acc = gl.zeros([ROWS, HALF], gl.float32, O_LAYOUT)
-    mbarrier.wait(q_full, 0)
-    if first < last:
-        s = dflash2_mla_pair_scores(q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem, k_full, first, 0, 0, S_LAYOUT)
-        s = warpgroup_mma_wait(0, [s])
-        if TURNS > 0:
-            dflash2_arrive_if(anchor, first + 1 < last, ODD_TURN, 256)
-        s = dflash2_mla_pair_mask(s, first, last_key, low_key, NEGATIVE)
-        p, row_max, row_sum, alpha = dflash2_mla_pair_softmax(s, row_max, row_sum, scale_log2)
-        dflash2_mla_pair_tell(p, row_max, k3_smem, even_max, anchor, 0, EVEN_P, DT)
-        packed = dflash2_pack(p, KEYS, DT)
-        for tile in range(first + 2, last, 2):
-            phase = ((tile - first) // 2) & 1
-            if TURNS > 1:
-                dflash2_sync(anchor, EVEN_TURN, 256)
-            acc = dflash2_mla_pair_own(acc, packed, k1_smem, 0, DT)
-            mbarrier.wait(k_full.index(LEFT + 1), phase ^ 1)
-            acc, packed = warpgroup_mma_wait(0, [acc, packed])
-            dflash2_arrive(anchor, FREE + LEFT, 160)
-            row_max, row_sum, alpha = dflash2_mla_pair_hear(odd_max, row_max, row_sum, anchor, scale_log2, ODD_P)
-            acc = dflash2_mla_pair_other(acc, alpha, k3_smem, k1_smem, 1)
-            s = dflash2_mla_pair_scores(q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem, k_full, tile, phase, 0, S_LAYOUT)
-            acc = warpgroup_mma_wait(3, [acc])
-            dflash2_arrive_if(anchor, tile + 1 < last, FREE + LEFT + 1, 160)
-            dflash2_arrive_if(anchor, tile + 1 < last, FREE + LAST + 1, 160)
-            if TURNS > 0:
-                acc = warpgroup_mma_wait(1, [acc])
-                dflash2_arrive_if(anchor, tile + 1 < last, ODD_TURN, 256)
+    rows = q_len * num_heads
+    turn = 0
+    evens = 0  # uses of the first slot, and of the second, by the works before
+    odds = 0
+    mbarrier.wait(work_full.index(0), 0)
+    seq = dflash2_field(work_smem, 0, 1)
+    while seq >= 0:
+        told = turn % PLACES
+        t = dflash2_field(work_smem, told, 0)
+        split = dflash2_field(work_smem, told, 2)
+        splits = dflash2_field(work_smem, told, 3)
+        length = dflash2_field(work_smem, told, 4)
+        beyond = (length < 0) | (length > capacity)
+        length = gl.where(beyond, 0, length)
+        tiles = dflash2_decode_tiles(length, capacity)
+        first = tiles * split // splits
+        last = tiles * (split + 1) // splits
+        first_row = t % row_tiles * ROWS
+        row = first_row + gl.arange(0, ROWS, ROW)
+        last_key = gl.minimum(length - 1, length - q_len + row // num_heads + right)
+        low_key = gl.minimum(length - 1, length - q_len + first_row // num_heads + right)
+        row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+        row_sum = gl.zeros([ROWS], gl.float32, ROW)
+        acc = gl.zeros([ROWS, HALF], gl.float32, O_LAYOUT)
+        mbarrier.wait(q_full, turn & 1)
+        if first < last:
+            s = dflash2_mla_pair_scores(q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem, k_full, first, evens & 1, 0, S_LAYOUT)
             s = warpgroup_mma_wait(0, [s])
-            s = dflash2_mla_pair_mask(s, tile, last_key, low_key, NEGATIVE)
+            dflash2_arrive_if(anchor, first + 1 < last, ODD_TURN, 256)
+            s = dflash2_mla_pair_mask(s, first, last_key, low_key, NEGATIVE)
             p, row_max, row_sum, alpha = dflash2_mla_pair_softmax(s, row_max, row_sum, scale_log2)
             dflash2_mla_pair_tell(p, row_max, k3_smem, even_max, anchor, 0, EVEN_P, DT)
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
             packed = dflash2_pack(p, KEYS, DT)
-        odd = (last - first) % 2
-        if TURNS > 1:
+            for tile in range(first + 2, last, 2):
+                half = (tile - first) // 2
+                dflash2_sync(anchor, EVEN_TURN, 256)
+                acc = dflash2_mla_pair_own(acc, packed, k1_smem, 0, DT)
+                mbarrier.wait(k_full.index(LEFT + 1), (odds + half - 1) & 1)
+                acc, packed = warpgroup_mma_wait(0, [acc, packed])
+                dflash2_arrive(anchor, FREE + LEFT, 160)
+                row_max, row_sum, alpha = dflash2_mla_pair_hear(odd_max, row_max, row_sum, anchor, scale_log2, ODD_P)
+                acc = dflash2_mla_pair_other(acc, alpha, k3_smem, k1_smem, 1)
+                s = dflash2_mla_pair_scores(q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem, k_full, tile, (evens + half) & 1, 0, S_LAYOUT)
+                acc = warpgroup_mma_wait(3, [acc])
+                dflash2_arrive(anchor, FREE + LEFT + 1, 160)
+                dflash2_arrive(anchor, FREE + LAST + 1, 160)
+                acc = warpgroup_mma_wait(1, [acc])
+                dflash2_arrive_if(anchor, tile + 1 < last, ODD_TURN, 256)
+                s = warpgroup_mma_wait(0, [s])
+                s = dflash2_mla_pair_mask(s, tile, last_key, low_key, NEGATIVE)
+                p, row_max, row_sum, alpha = dflash2_mla_pair_softmax(s, row_max, row_sum, scale_log2)
+                dflash2_mla_pair_tell(p, row_max, k3_smem, even_max, anchor, 0, EVEN_P, DT)
+                acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
+                packed = dflash2_pack(p, KEYS, DT)
+            mbarrier.arrive(q_free)
+            odd = (last - first) % 2
+            evens += (last - first + 1) // 2
+            odds += (last - first) // 2
             if odd == 0:
                 dflash2_sync(anchor, EVEN_TURN, 256)
-        if (odd == 1) & (last * KEYS > length):
-            dflash2_clean(k1_smem, 0, last - 1, length, 0, 0, KEYS, HALF, 0)
-        acc = dflash2_mla_pair_own(acc, packed, k1_smem, 0, DT)
-        acc, packed = warpgroup_mma_wait(0, [acc, packed])
-        if odd == 0:
-            mbarrier.wait(k_full.index(LEFT + 1), ((last - first) // 2 - 1) & 1)
-            row_max, row_sum, alpha = dflash2_mla_pair_hear(odd_max, row_max, row_sum, anchor, scale_log2, ODD_P)
-            if last * KEYS > length:
-                dflash2_clean(k1_smem, 1, last - 1, length, 0, 0, KEYS, HALF, 0)
-            acc = dflash2_mla_pair_other(acc, alpha, k3_smem, k1_smem, 1)
-            acc = warpgroup_mma_wait(0, [acc])
-    factor, lse = dflash2_mla_pair_factor(row_max, row_sum, even_sum, odd_sum, anchor, row, sinks_ptr, num_heads, splits, beyond, scale_log2, HAS_SINKS)
-    if splits == 1:
-        if HAS_LSE:
-            place = (seq.to(gl.int64) * num_heads + row % num_heads) * q_len + row // num_heads
-            gl.store(lse_ptr + place, gl.where(beyond, float("nan"), lse * 0.6931471805599453), mask=row < rows)
-    else:
-        gl.store(part_lse_ptr + part * ROWS + row - first_row, lse, mask=row < rows)
-    acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT))[:, None]
-    dflash2_mla_store(acc, 0, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh, num_heads, seq, part, splits, first_row, rows, O_LAYOUT)
+            elif last * KEYS > length:
+                dflash2_clean(k1_smem, 0, last - 1, length, 0, 0, KEYS, HALF, 0)
+            acc = dflash2_mla_pair_own(acc, packed, k1_smem, 0, DT)
+            acc, packed = warpgroup_mma_wait(0, [acc, packed])
+            dflash2_arrive(anchor, FREE + LEFT, 160)
+            if odd == 0:
+                mbarrier.wait(k_full.index(LEFT + 1), (odds - 1) & 1)
+                row_max, row_sum, alpha = dflash2_mla_pair_hear(odd_max, row_max, row_sum, anchor, scale_log2, ODD_P)
+                if last * KEYS > length:
+                    dflash2_clean(k1_smem, 1, last - 1, length, 0, 0, KEYS, HALF, 0)
+                acc = dflash2_mla_pair_other(acc, alpha, k3_smem, k1_smem, 1)
+                acc = warpgroup_mma_wait(0, [acc])
+                dflash2_arrive(anchor, FREE + LEFT + 1, 160)
+                dflash2_arrive(anchor, FREE + LAST + 1, 160)
+        else:
+            mbarrier.arrive(q_free)
+        factor, lse = dflash2_mla_pair_factor(
+            row_max, row_sum, even_sum.index(turn & 1), odd_sum.index(turn & 1), anchor, row, sinks_ptr, num_heads, splits, beyond, scale_log2, HAS_SINKS
+        )
+        slot = t // row_tiles
+        part = ((t % row_tiles) * num_slots + slot).to(gl.int64)
+        if splits == 1:
+            if HAS_LSE:
+                place = (seq.to(gl.int64) * num_heads + row % num_heads) * q_len + row // num_heads
+                gl.store(lse_ptr + place, gl.where(beyond, float("nan"), lse * 0.6931471805599453), mask=row < rows)
+        else:
+            gl.store(part_lse_ptr + part * ROWS + row - first_row, lse, mask=row < rows)
+        if SPLIT:
+            if (split == 0) & (first_row == 0):
+                gl.store(meta_ptr + 2 * seq, slot.to(gl.float32))
+                gl.store(meta_ptr + 2 * seq + 1, splits.to(gl.float32))
+        acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        dflash2_mla_pair_store(acc, 0, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh, num_heads, seq, part, splits, first_row, rows, WIDE)
+        mbarrier.arrive(work_free.index(told))
+        turn += 1
+        mbarrier.wait(work_full.index(turn % PLACES), (turn // PLACES) & 1)
+        seq = dflash2_field(work_smem, turn % PLACES, 1)
 
 
 @gluon.jit
 def dflash2_mla_pair_odd(
-    q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem, even_max, odd_max, even_sum, odd_sum, q_full, k_full,
-    out_ptr, part_out_ptr, sinks_ptr,
-    stride_ob, stride_om, stride_oh, num_heads, q_len, right, seq, part, splits, first_row, rows, first, last, length, beyond, scale_log2,
-    NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, TURNS: gl.constexpr, DT: gl.constexpr,
+    q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem, even_max, odd_max, even_sum, odd_sum, q_full, q_free, k_full,
+    work_smem, work_full, work_free, out_ptr, part_out_ptr, sinks_ptr,
+    stride_ob, stride_om, stride_oh, num_heads, q_len, right, row_tiles, capacity, num_slots, scale_log2,
+    NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, WIDE: gl.constexpr, DT: gl.constexpr,
 ):  # fmt: skip
-    """Scores and probabilities of the odd tiles, and value columns 256 .. 512."""
+    """Scores and probabilities of the odd tiles of a work, and value columns 256 .. 512."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     anchor = gl.full([128], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-    row = first_row + gl.arange(0, ROWS, ROW)
-    last_key = gl.minimum(length - 1, length - q_len + row // num_heads + right)
-    low_key = gl.minimum(length - 1, length - q_len + first_row // num_heads + right)
-    row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-    row_sum = gl.zeros([ROWS], gl.float32, ROW)
-    acc = gl.zeros([ROWS, HALF], gl.float32, O_LAYOUT)
-    mbarrier.wait(q_full, 0)
-    for tile in range(first + 1, last, 2):
-        phase = ((tile - first) // 2) & 1
-        if TURNS > 0:  # the even scores first: else both groups would do their exponentials at once
-            dflash2_sync(anchor, ODD_TURN, 256)
-        if (tile + 1) * KEYS > length:
-            mbarrier.wait(k_full.index(RIGHT + 1), phase)
-            dflash2_clean(k2_smem, 1, tile, length, 0, 0, KEYS, HALF, 0)
-        s = dflash2_mla_pair_scores(q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem, k_full, tile, phase, 1, S_LAYOUT)
-        mbarrier.wait(k_full.index(RIGHT), phase)
-        row_max, row_sum, alpha = dflash2_mla_pair_hear(even_max, row_max, row_sum, anchor, scale_log2, EVEN_P)
-        if TURNS > 1:  # the left product of the even tile would take half of the cores from these scores, and be over too early
+    rows = q_len * num_heads
+    turn = 0
+    evens = 0  # uses of the first slot, and of the second, by the works before
+    odds = 0
+    mbarrier.wait(work_full.index(0), 0)
+    seq = dflash2_field(work_smem, 0, 1)
+    while seq >= 0:
+        told = turn % PLACES
+        t = dflash2_field(work_smem, told, 0)
+        split = dflash2_field(work_smem, told, 2)
+        splits = dflash2_field(work_smem, told, 3)
+        length = dflash2_field(work_smem, told, 4)
+        beyond = (length < 0) | (length > capacity)
+        length = gl.where(beyond, 0, length)
+        tiles = dflash2_decode_tiles(length, capacity)
+        first = tiles * split // splits
+        last = tiles * (split + 1) // splits
+        first_row = t % row_tiles * ROWS
+        row = first_row + gl.arange(0, ROWS, ROW)
+        last_key = gl.minimum(length - 1, length - q_len + row // num_heads + right)
+        low_key = gl.minimum(length - 1, length - q_len + first_row // num_heads + right)
+        row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+        row_sum = gl.zeros([ROWS], gl.float32, ROW)
+        acc = gl.zeros([ROWS, HALF], gl.float32, O_LAYOUT)
+        mbarrier.wait(q_full, turn & 1)
+        for tile in range(first + 1, last, 2):
+            half = (tile - first) // 2
+            phase = (odds + half) & 1
+            dflash2_sync(anchor, ODD_TURN, 256)  # the even scores first: else both groups would do their exponentials at once
+            if (tile + 1) * KEYS > length:
+                mbarrier.wait(k_full.index(RIGHT + 1), phase)
+                dflash2_clean(k2_smem, 1, tile, length, 0, 0, KEYS, HALF, 0)
+            s = dflash2_mla_pair_scores(q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem, k_full, tile, phase, 1, S_LAYOUT)
+            mbarrier.wait(k_full.index(RIGHT), (evens + half) & 1)
+            row_max, row_sum, alpha = dflash2_mla_pair_hear(even_max, row_max, row_sum, anchor, scale_log2, EVEN_P)
             acc = warpgroup_mma_wait(1, [acc])
-            dflash2_arrive(anchor, EVEN_TURN, 256)
-        s = warpgroup_mma_wait(0, [s])  # ptxas would wait here anyway: the rescale writes accumulators
-        s = dflash2_mla_pair_mask(s, tile, last_key, low_key, NEGATIVE)
-        acc = dflash2_mla_pair_other(acc, alpha, k3_smem, k2_smem, 0)
-        p, row_max, row_sum, alpha = dflash2_mla_pair_softmax(s, row_max, row_sum, scale_log2)
-        dflash2_mla_pair_tell(p, row_max, k3_smem, odd_max, anchor, 1, ODD_P, DT)
-        packed = dflash2_pack(p, KEYS, DT)
-        acc = warpgroup_mma_wait(0, [acc])
-        dflash2_arrive_if(anchor, tile + 1 < last, FREE + RIGHT, 160)
-        dflash2_arrive_if(anchor, tile + 1 < last, FREE + LAST, 160)
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
-        acc = dflash2_mla_pair_own(acc, packed, k2_smem, 1, DT)
-        acc, packed = warpgroup_mma_wait(0, [acc, packed])
-        dflash2_arrive_if(anchor, tile + 2 < last, FREE + RIGHT + 1, 160)
-    if (last > first) & ((last - first) % 2 == 1):
-        mbarrier.wait(k_full.index(RIGHT), ((last - first) // 2) & 1)
-        row_max, row_sum, alpha = dflash2_mla_pair_hear(even_max, row_max, row_sum, anchor, scale_log2, EVEN_P)
-        if last * KEYS > length:
-            dflash2_clean(k2_smem, 0, last - 1, length, 0, 0, KEYS, HALF, 0)
-        acc = dflash2_mla_pair_other(acc, alpha, k3_smem, k2_smem, 0)
-        acc = warpgroup_mma_wait(0, [acc])
-    factor, _ = dflash2_mla_pair_factor(row_max, row_sum, odd_sum, even_sum, anchor, row, sinks_ptr, num_heads, splits, beyond, scale_log2, HAS_SINKS)
-    acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT))[:, None]
-    dflash2_mla_store(acc, HALF, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh, num_heads, seq, part, splits, first_row, rows, O_LAYOUT)
+            dflash2_arrive(anchor, EVEN_TURN, 256)  # the left product of the even tile would take half of the cores from these scores, and be over too early
+            s = warpgroup_mma_wait(0, [s])  # ptxas would wait here anyway: the rescale writes accumulators
+            s = dflash2_mla_pair_mask(s, tile, last_key, low_key, NEGATIVE)
+            acc = dflash2_mla_pair_other(acc, alpha, k3_smem, k2_smem, 0)
+            p, row_max, row_sum, alpha = dflash2_mla_pair_softmax(s, row_max, row_sum, scale_log2)
+            dflash2_mla_pair_tell(p, row_max, k3_smem, odd_max, anchor, 1, ODD_P, DT)
+            packed = dflash2_pack(p, KEYS, DT)
+            acc = warpgroup_mma_wait(0, [acc])
+            dflash2_arrive(anchor, FREE + RIGHT, 160)
+            dflash2_arrive(anchor, FREE + LAST, 160)
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
+            acc = dflash2_mla_pair_own(acc, packed, k2_smem, 1, DT)
+            acc, packed = warpgroup_mma_wait(0, [acc, packed])
+            dflash2_arrive(anchor, FREE + RIGHT + 1, 160)
+        mbarrier.arrive(q_free)
+        evens += (last - first + 1) // 2
+        odds += (last - first) // 2
+        if (last - first) % 2 == 1:
+            mbarrier.wait(k_full.index(RIGHT), (evens - 1) & 1)
+            row_max, row_sum, alpha = dflash2_mla_pair_hear(even_max, row_max, row_sum, anchor, scale_log2, EVEN_P)
+            if last * KEYS > length:
+                dflash2_clean(k2_smem, 0, last - 1, length, 0, 0, KEYS, HALF, 0)
+            acc = dflash2_mla_pair_other(acc, alpha, k3_smem, k2_smem, 0)
+            acc = warpgroup_mma_wait(0, [acc])
+            dflash2_arrive(anchor, FREE + RIGHT, 160)
+            dflash2_arrive(anchor, FREE + LAST, 160)
+        factor, _ = dflash2_mla_pair_factor(
+            row_max, row_sum, odd_sum.index(turn & 1), even_sum.index(turn & 1), anchor, row, sinks_ptr, num_heads, splits, beyond, scale_log2, HAS_SINKS
+        )
+        part = ((t % row_tiles) * num_slots + t // row_tiles).to(gl.int64)
+        acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        dflash2_mla_pair_store(acc, HALF, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh, num_heads, seq, part, splits, first_row, rows, WIDE)
+        mbarrier.arrive(work_free.index(told))
+        turn += 1
+        mbarrier.wait(work_full.index(turn % PLACES), (turn // PLACES) & 1)
+        seq = dflash2_field(work_smem, turn % PLACES, 1)
 
 
 @gluon.jit(do_not_specialize=PLAIN, do_not_specialize_on_alignment=PLAIN)
 def dflash2_mla_pair_hopper(
-    q1_desc, q3_desc, k1_desc, k3_desc, pages_ptr, seq_lens_ptr, out_ptr, part_out_ptr, part_lse_ptr, meta_ptr, lse_ptr, sinks_ptr,
+    q1_desc, q3_desc, k1_desc, k3_desc, pages_ptr, seq_lens_ptr, out_ptr, part_out_ptr, part_lse_ptr, meta_ptr, lse_ptr, sinks_ptr, counter_ptr,
     stride_ob, stride_om, stride_oh, stride_pages,
     batch, num_heads, q_len, capacity, num_slots, num_splits, target, most, min_tiles, right, scale_log2,
     PAGE: gl.constexpr, FOUND: gl.constexpr, BLOCK_B: gl.constexpr, NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr,
-    HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, TURNS: gl.constexpr, DT: gl.constexpr,
+    HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, WIDE: gl.constexpr, DT: gl.constexpr,
 ):  # fmt: skip
-    """As ``hopper_mla_kernel.dflash2_mla_hopper``: the same grid, works, parts and ``meta``.
+    """64 rows (token, head) of one sequence over one split of its tiles a work; the programs draw works until none is left.
 
-    TURNS: with 1, the odd scores start when the even ones are all but done; with 2, the even products when the odd scores are.
+    A part of ``part_out`` (num parts, 64, 512) float32 and ``part_lse`` (num parts, 64), log2, is that of its work; ``meta``
+    (batch, 2) tells the merge where the parts of a sequence start and how many they are. WIDE: see ``dflash2_mla_pair_store``.
     """
-    rows = q_len * num_heads
-    row_tiles = (rows + ROWS - 1) // ROWS
-    pid = gl.program_id(0)
-    row_tile = pid % row_tiles  # tiles that share keys run side by side
-    slot = pid // row_tiles
-    seq, split, splits = dflash2_mla_slot(slot, seq_lens_ptr, batch, capacity, target, most, min_tiles, num_splits, FOUND, BLOCK_B)
-    if seq < batch:
-        if split < splits:
-            length = gl.load(seq_lens_ptr + seq)
-            beyond = (length < 0) | (length > capacity)
-            length = gl.where(beyond, 0, length)
-            tiles = dflash2_mla_tiles(length, capacity)
-            first = tiles * split // splits
-            last = tiles * (split + 1) // splits
-            first_row = row_tile * ROWS
-            part = (row_tile * num_slots + slot).to(gl.int64)
-            pages = pages_ptr + seq.to(gl.int64) * stride_pages
-            if SPLIT:
-                if (split == 0) & (row_tile == 0):
-                    gl.store(meta_ptr + 2 * seq, slot.to(gl.float32))
-                    gl.store(meta_ptr + 2 * seq + 1, splits.to(gl.float32))
-            q1_smem = gl.allocate_shared_memory(DT, [1, 1, ROWS, HALF], q1_desc.layout)
-            q2_smem = gl.allocate_shared_memory(DT, [1, 1, ROWS, HALF], q1_desc.layout)
-            q3_smem = gl.allocate_shared_memory(DT, [1, 1, ROWS, ROPE], q3_desc.layout)
-            k1_smem = gl.allocate_shared_memory(DT, [STAGES, 1, KEYS, HALF], k1_desc.layout)
-            k2_smem = gl.allocate_shared_memory(DT, [STAGES, 1, KEYS, HALF], k1_desc.layout)
-            k3_smem = gl.allocate_shared_memory(DT, [STAGES, 1, KEYS, ROPE], k3_desc.layout)
-            even_max = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-            odd_max = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-            even_sum = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-            odd_sum = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-            q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-            k_full = gl.allocate_shared_memory(gl.int64, [3 * STAGES, 1], mbarrier.MBarrierLayout())
-            mbarrier.init(q_full, count=1)
-            for i in gl.static_range(3 * STAGES):
-                mbarrier.init(k_full.index(i), count=1)
-            fence_async_shared()
-            gl.warp_specialize([  # the tuples stand here in full: a variable would turn their constants into values
-                (dflash2_mla_pair_even, (
-                    q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem, even_max, odd_max, even_sum, odd_sum, q_full, k_full,
-                    out_ptr, part_out_ptr, part_lse_ptr, lse_ptr, sinks_ptr, stride_ob, stride_om, stride_oh, num_heads, q_len, right,
-                    seq, part, splits, first_row, rows, first, last, length, beyond, scale_log2, NEGATIVE, HAS_SINKS, HAS_LSE, TURNS, DT)),
-                (dflash2_mla_pair_odd, (
-                    q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem, even_max, odd_max, even_sum, odd_sum, q_full, k_full,
-                    out_ptr, part_out_ptr, sinks_ptr, stride_ob, stride_om, stride_oh, num_heads, q_len, right,
-                    seq, part, splits, first_row, rows, first, last, length, beyond, scale_log2, NEGATIVE, HAS_SINKS, TURNS, DT)),
-                (dflash2_mla_pair_produce, (
-                    q1_desc, q3_desc, k1_desc, k3_desc, q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem, q_full, k_full,
-                    pages, seq, first_row, first, last, length, PAGE)),
-            ], [4, 1], [240, 24])  # fmt: skip
+    q1_smem = gl.allocate_shared_memory(DT, [1, 1, ROWS, HALF], q1_desc.layout)
+    q2_smem = gl.allocate_shared_memory(DT, [1, 1, ROWS, HALF], q1_desc.layout)
+    q3_smem = gl.allocate_shared_memory(DT, [1, 1, ROWS, ROPE], q3_desc.layout)
+    k1_smem = gl.allocate_shared_memory(DT, [STAGES, 1, KEYS, HALF], k1_desc.layout)
+    k2_smem = gl.allocate_shared_memory(DT, [STAGES, 1, KEYS, HALF], k1_desc.layout)
+    k3_smem = gl.allocate_shared_memory(DT, [STAGES, 1, KEYS, ROPE], k3_desc.layout)
+    even_max = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    odd_max = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    even_sum = gl.allocate_shared_memory(gl.float32, [2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # of works in turn: a group may be one ahead
+    odd_sum = gl.allocate_shared_memory(gl.float32, [2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    work_smem = gl.allocate_shared_memory(gl.int32, [8 * PLACES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [3 * STAGES, 1], mbarrier.MBarrierLayout())
+    work_full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    work_free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_free, count=2)
+    for i in gl.static_range(3 * STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+    for i in gl.static_range(PLACES):
+        mbarrier.init(work_full.index(i), count=1)
+        mbarrier.init(work_free.index(i), count=2)
+    fence_async_shared()
+    row_tiles = (q_len * num_heads + ROWS - 1) // ROWS
+    gl.warp_specialize([  # the tuples stand here in full: a variable would turn their constants into values
+        (dflash2_mla_pair_even, (
+            q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem, even_max, odd_max, even_sum, odd_sum, q_full, q_free, k_full,
+            work_smem, work_full, work_free, out_ptr, part_out_ptr, part_lse_ptr, meta_ptr, lse_ptr, sinks_ptr,
+            stride_ob, stride_om, stride_oh, num_heads, q_len, right, row_tiles, capacity, num_slots, scale_log2,
+            NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, WIDE, DT)),
+        (dflash2_mla_pair_odd, (
+            q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem, even_max, odd_max, even_sum, odd_sum, q_full, q_free, k_full,
+            work_smem, work_full, work_free, out_ptr, part_out_ptr, sinks_ptr,
+            stride_ob, stride_om, stride_oh, num_heads, q_len, right, row_tiles, capacity, num_slots, scale_log2,
+            NEGATIVE, HAS_SINKS, WIDE, DT)),
+        (dflash2_mla_pair_produce, (
+            q1_desc, q3_desc, k1_desc, k3_desc, q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem, q_full, q_free, k_full,
+            work_smem, work_full, work_free, pages_ptr, seq_lens_ptr, counter_ptr,
+            stride_pages, batch, row_tiles, capacity, num_splits, target, most, min_tiles, PAGE, FOUND, BLOCK_B)),
+    ], [4, 1], [240, 24])  # fmt: skip
