@@ -329,11 +329,11 @@ def plan_mla(batch, rows, capacity, processors, num_kv_splits, tile=MLA_TILE):
 def mla_design(rows):
     """(kernel, rows of its tile) for a sequence of so many query rows. It depends on nothing else: so fixed splits give fixed bits.
 
-    "few": ``hopper_mla_few_kernel``; "many": ``hopper_mla_kernel``; "pair", where it is asked for: ``hopper_mla_pair_kernel``.
+    "few": ``hopper_mla_few_kernel``; "pair": ``hopper_mla_pair_kernel``; "many", where it is asked for: ``hopper_mla_kernel``.
     """
     if rows <= 32:
         return "few", 16 if rows <= 16 else 32
-    return "many", MLA_TILE
+    return "pair", MLA_TILE
 
 
 def mla_merges(batch, num_kv_splits):
