@@ -329,11 +329,11 @@ def plan_mla(batch, rows, capacity, processors, num_kv_splits, tile=MLA_TILE):
 def mla_design(rows):
     """(kernel, rows of its tile) for a sequence of so many query rows. It depends on nothing else: so fixed splits give fixed bits.
 
-    "few": ``hopper_mla_few_kernel``; "pair": ``hopper_mla_pair_kernel``; "many", where it is asked for: ``hopper_mla_kernel``.
+    "few": ``hopper_mla_few_kernel``; "many": ``hopper_mla_kernel``.
     """
     if rows <= 32:
         return "few", 16 if rows <= 16 else 32
-    return "pair", MLA_TILE
+    return "many", MLA_TILE
 
 
 def mla_merges(batch, num_kv_splits):
@@ -359,7 +359,6 @@ def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right
 
     from .hopper_mla_few_kernel import dflash2_mla_few_hopper
     from .hopper_mla_kernel import dflash2_mla_hopper
-    from .hopper_mla_pair_kernel import dflash2_mla_pair_hopper
     from .merge_kernel import dflash2_mla_merge_parts
 
     batch, q_len, num_heads, head_dim = q.shape
@@ -390,12 +389,10 @@ def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right
         kernel, widths, grid, counters = dflash2_mla_few_hopper, (64,), min(works, processors), (arrivals, counter)
         chosen = dict(ROWS=tile, SLOTS=8 if tile == 16 else 7, MERGES=merges)
         block_b = 1 if batch == 1 else block_b
-    elif kind == "pair":
-        kernel, widths, grid, counters = dflash2_mla_pair_hopper, (256, 64), min(works, processors), (counter,)
+    else:
+        kernel, widths, grid, counters = dflash2_mla_hopper, (256, 64), min(works, processors), (counter,)
         chosen = dict(WIDE=out.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in out.stride()[:3]))
         block_b = 1 if batch == 1 else min(128, max(32, 1 << (batch - 1).bit_length()))  # one warp's work, of few registers
-    else:
-        kernel, widths, grid, counters, chosen = dflash2_mla_hopper, (256, 64), works, (), dict(WAIT_FOR_V=rows < MLA_TILE)
     with torch.cuda.device(device):
         kernel[(grid,)](
             *(_describe_rows(flat, tile, n) for n in widths), *(_describe_rows(latent_cache, key_rows, n) for n in widths),
