@@ -392,7 +392,7 @@ def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right
     else:
         kernel, widths, grid, counters = dflash2_mla_hopper, (256, 64), min(works, processors), (counter,)
         chosen = dict(WIDE=out.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in out.stride()[:3]))
-        block_b = 1 if batch == 1 else min(128, max(32, 1 << (batch - 1).bit_length()))  # one warp's work, of few registers
+        block_b = 1 if found and batch == 1 else 128  # lengths that the producer's few registers hold
     with torch.cuda.device(device):
         kernel[(grid,)](
             *(_describe_rows(flat, tile, n) for n in widths), *(_describe_rows(latent_cache, key_rows, n) for n in widths),
