@@ -42,6 +42,7 @@ from .hopper_kernel import (
     dflash2_unpack,
     dflash2_wide,
 )
+from .hopper_mla_merge_kernel import dflash2_mla_merge
 
 STAGES = gl.constexpr(2)
 LEFT = gl.constexpr(0)  # pieces of a tile, barriers of their own each: columns 0 .. 256, 256 .. 512, 512 .. 576
@@ -278,9 +279,10 @@ def dflash2_mla_store(
 @gluon.jit
 def dflash2_mla_even(
     q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem, even_max, odd_max, even_sum, odd_sum, q_full, q_free, k_full,
-    work_smem, work_full, work_free, out_ptr, part_out_ptr, part_lse_ptr, meta_ptr, lse_ptr, sinks_ptr,
+    work_smem, work_full, work_free, out_ptr, part_out_ptr, part_lse_ptr, meta_ptr, lse_ptr, sinks_ptr, arrivals_ptr,
     stride_ob, stride_om, stride_oh, num_heads, q_len, right, row_tiles, capacity, num_slots, scale_log2,
-    NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, WIDE: gl.constexpr, DT: gl.constexpr,
+    NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, MERGES: gl.constexpr, WIDE: gl.constexpr,
+    DT: gl.constexpr,
 ):  # fmt: skip
     """Scores and probabilities of the even tiles of a work, and value columns 0 .. 256."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -374,12 +376,19 @@ def dflash2_mla_even(
                 gl.store(lse_ptr + place, gl.where(beyond, float("nan"), lse * 0.6931471805599453), mask=row < rows)
         else:
             gl.store(part_lse_ptr + part * ROWS + row - first_row, lse, mask=row < rows)
-        if SPLIT:
-            if (split == 0) & (first_row == 0):
-                gl.store(meta_ptr + 2 * seq, slot.to(gl.float32))
-                gl.store(meta_ptr + 2 * seq + 1, splits.to(gl.float32))
         acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT))[:, None]
         dflash2_mla_store(acc, 0, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh, num_heads, seq, part, splits, first_row, rows, WIDE)
+        if SPLIT:
+            if MERGES:
+                if splits > 1:
+                    dflash2_mla_merge(
+                        part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, arrivals_ptr, part - split, split, splits, seq,
+                        num_heads, q_len, first_row, stride_ob, stride_om, stride_oh, ROWS, 0, HALF, HAS_SINKS, HAS_LSE,
+                    )  # fmt: skip
+            else:
+                if (split == 0) & (first_row == 0):
+                    gl.store(meta_ptr + 2 * seq, slot.to(gl.float32))
+                    gl.store(meta_ptr + 2 * seq + 1, splits.to(gl.float32))
         mbarrier.arrive(work_free.index(told))
         turn += 1
         mbarrier.wait(work_full.index(turn % PLACES), (turn // PLACES) & 1)
@@ -389,9 +398,9 @@ def dflash2_mla_even(
 @gluon.jit
 def dflash2_mla_odd(
     q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem, even_max, odd_max, even_sum, odd_sum, q_full, q_free, k_full,
-    work_smem, work_full, work_free, out_ptr, part_out_ptr, sinks_ptr,
+    work_smem, work_full, work_free, out_ptr, part_out_ptr, part_lse_ptr, sinks_ptr, arrivals_ptr,
     stride_ob, stride_om, stride_oh, num_heads, q_len, right, row_tiles, capacity, num_slots, scale_log2,
-    NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, WIDE: gl.constexpr, DT: gl.constexpr,
+    NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, SPLIT: gl.constexpr, MERGES: gl.constexpr, WIDE: gl.constexpr, DT: gl.constexpr,
 ):  # fmt: skip
     """Scores and probabilities of the odd tiles of a work, and value columns 256 .. 512."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -460,12 +469,20 @@ def dflash2_mla_odd(
             acc = warpgroup_mma_wait(0, [acc])
             dflash2_arrive(anchor, FREE + RIGHT, 160)
             dflash2_arrive(anchor, FREE + LAST, 160)
-        factor, _ = dflash2_mla_factor(
+        factor, lse = dflash2_mla_factor(
             row_max, row_sum, odd_sum.index(turn & 1), even_sum.index(turn & 1), anchor, row, sinks_ptr, num_heads, splits, beyond, scale_log2, HAS_SINKS
         )
         part = ((t % row_tiles) * num_slots + t // row_tiles).to(gl.int64)
         acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT))[:, None]
         dflash2_mla_store(acc, HALF, out_ptr, part_out_ptr, stride_ob, stride_om, stride_oh, num_heads, seq, part, splits, first_row, rows, WIDE)
+        if SPLIT and MERGES:
+            if splits > 1:  # apart from the first group's merge, with log-sum-exps and counts of its own
+                works = row_tiles * num_slots
+                gl.store(part_lse_ptr + (works + part) * ROWS + row - first_row, lse, mask=row < rows)
+                dflash2_mla_merge(
+                    part_out_ptr, part_lse_ptr + works.to(gl.int64) * ROWS, out_ptr, part_lse_ptr, sinks_ptr, arrivals_ptr + works, part - split, split,
+                    splits, seq, num_heads, q_len, first_row, stride_ob, stride_om, stride_oh, ROWS, HALF, HALF, HAS_SINKS, False,
+                )  # fmt: skip
         mbarrier.arrive(work_free.index(told))
         turn += 1
         mbarrier.wait(work_full.index(turn % PLACES), (turn // PLACES) & 1)
@@ -480,16 +497,18 @@ PLAIN = (
 
 @gluon.jit(do_not_specialize=PLAIN, do_not_specialize_on_alignment=PLAIN)
 def dflash2_mla_hopper(
-    q1_desc, q3_desc, k1_desc, k3_desc, pages_ptr, seq_lens_ptr, out_ptr, part_out_ptr, part_lse_ptr, meta_ptr, lse_ptr, sinks_ptr, counter_ptr,
+    q1_desc, q3_desc, k1_desc, k3_desc, pages_ptr, seq_lens_ptr, out_ptr, part_out_ptr, part_lse_ptr, meta_ptr, lse_ptr, sinks_ptr, arrivals_ptr, counter_ptr,
     stride_ob, stride_om, stride_oh, stride_pages,
     batch, num_heads, q_len, capacity, num_slots, num_splits, target, most, min_tiles, right, scale_log2,
     PAGE: gl.constexpr, FOUND: gl.constexpr, BLOCK_B: gl.constexpr, NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr,
-    HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, WIDE: gl.constexpr, DT: gl.constexpr,
+    HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, MERGES: gl.constexpr, WIDE: gl.constexpr, DT: gl.constexpr,
 ):  # fmt: skip
     """64 rows (token, head) of one sequence over one split of its tiles a work; the programs draw works until none is left.
 
-    A part of ``part_out`` (num parts, 64, 512) float32 and ``part_lse`` (num parts, 64), log2, is that of its work; ``meta``
-    (batch, 2) tells the merge where the parts of a sequence start and how many they are. WIDE: see ``dflash2_mla_store``.
+    A part of ``part_out`` (num parts, 64, 512) float32 and ``part_lse`` (num parts, 64), log2, is that of its work. With MERGES, each
+    group merges its columns: it has a ``part_lse`` and ``arrivals`` (num parts) of its own, the second's behind the first's.
+    Else ``meta`` (batch, 2) tells the merge where the parts of a sequence start and how many they are. WIDE: see
+    ``dflash2_mla_store``.
     """
     q1_smem = gl.allocate_shared_memory(DT, [1, 1, ROWS, HALF], q1_desc.layout)
     q2_smem = gl.allocate_shared_memory(DT, [1, 1, ROWS, HALF], q1_desc.layout)
@@ -519,14 +538,14 @@ def dflash2_mla_hopper(
     gl.warp_specialize([  # the tuples stand here in full: a variable would turn their constants into values
         (dflash2_mla_even, (
             q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem, even_max, odd_max, even_sum, odd_sum, q_full, q_free, k_full,
-            work_smem, work_full, work_free, out_ptr, part_out_ptr, part_lse_ptr, meta_ptr, lse_ptr, sinks_ptr,
+            work_smem, work_full, work_free, out_ptr, part_out_ptr, part_lse_ptr, meta_ptr, lse_ptr, sinks_ptr, arrivals_ptr,
             stride_ob, stride_om, stride_oh, num_heads, q_len, right, row_tiles, capacity, num_slots, scale_log2,
-            NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, WIDE, DT)),
+            NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, MERGES, WIDE, DT)),
         (dflash2_mla_odd, (
             q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem, even_max, odd_max, even_sum, odd_sum, q_full, q_free, k_full,
-            work_smem, work_full, work_free, out_ptr, part_out_ptr, sinks_ptr,
+            work_smem, work_full, work_free, out_ptr, part_out_ptr, part_lse_ptr, sinks_ptr, arrivals_ptr,
             stride_ob, stride_om, stride_oh, num_heads, q_len, right, row_tiles, capacity, num_slots, scale_log2,
-            NEGATIVE, HAS_SINKS, WIDE, DT)),
+            NEGATIVE, HAS_SINKS, SPLIT, MERGES, WIDE, DT)),
         (dflash2_mla_produce, (
             q1_desc, q3_desc, k1_desc, k3_desc, q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem, q_full, q_free, k_full,
             work_smem, work_full, work_free, pages_ptr, seq_lens_ptr, counter_ptr,
