@@ -64,6 +64,8 @@ def dflash2_mla_merge_add(
     ROW: gl.constexpr = gl.SliceLayout(0, L2)
     rows = q_len * num_heads
     column = COLUMN + gl.arange(0, COLUMNS, gl.SliceLayout(0, OUT))
+    if COLUMNS < 512:  # a zero that the compiler does not know: it would find all places before the works, and spill them
+        column += gl.multiple_of(number >> 30, 16)
     for some in gl.static_range(ROWS // SOME):
         place_row = some * SOME + gl.arange(0, SOME, ROW)
         row = first_row + place_row
