@@ -153,9 +153,10 @@ def test_mla_takes_the_rows_as_columns_where_they_are_few():
 
 def test_mla_with_fixed_splits_merges_them_the_same_way_in_every_batch():
     for splits in (1, 3, 8, 9, 64):
-        assert len({hopper.mla_merges(batch, splits) for batch in (1, 16, 300)}) == 1
+        assert all(len({hopper.mla_merges(kind, batch, 66, splits) for batch in (1, 16, 300)}) == 1 for kind in ("few", "many"))
         assert len({str(hopper.merge_config(batch, 16, splits)) for batch in (1, 16, 300)}) == 1
-    assert hopper.mla_merges(64, None) and not hopper.mla_merges(1, None)  # one sequence in 128 parts: too much for one program
+    for kind in ("few", "many"):  # one sequence in 128 parts: too much for one program
+        assert hopper.mla_merges(kind, 64, 66, None) and not hopper.mla_merges(kind, 1, 66, None)
 
 
 @pytest.mark.parametrize("causal", (False, True))
@@ -245,7 +246,7 @@ for name, kernel, args, kwargs in hopper_compile_cases():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=compile_matrix.ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 5  # prefill, MLA of few rows, its merge, MLA of many rows, and in pairs
+    assert len(rows) == 5  # prefill, MLA of few rows, and its merge inside or after it, MLA of many rows, and with its merge inside
     for name, products, serialized, spills, shared in rows:
         assert not serialized and spills <= 3 and shared <= 227 * 1024, name  # a word or two of MLA's
         assert products >= 60 or "merge" in name

@@ -268,7 +268,7 @@ def merge_splits(part_out, part_lse, out, lse, sinks):
 
 
 MLA_TILE = 64  # rows, and keys
-MLA_TURNS = 2  # of "pair"
+MERGE_PROGRAMS = 1024  # of a whole batch: each costs time where nothing was split, which the host does not know
 MLA_MIN_TILES = 4  # fewer keys are read faster than their partial result is merged
 
 
@@ -325,16 +325,22 @@ def plan_mla(batch, rows, capacity, processors, num_kv_splits, tile=MLA_TILE):
 def mla_design(rows):
     """(kernel, rows of its tile) for a sequence of so many query rows. It depends on nothing else: so fixed splits give fixed bits.
 
-    "few": ``hopper_mla_few_kernel``; "many": ``hopper_mla_kernel``; "pair", where it is asked for: ``hopper_mla_pair_kernel``.
+    "few": ``hopper_mla_few_kernel``; "many": ``hopper_mla_kernel``.
     """
     if rows <= 32:
         return "few", 16 if rows <= 16 else 32
     return "many", MLA_TILE
 
 
-def mla_merges(batch, num_kv_splits):
-    """Whether the last programs to finish a sequence merge it: with few splits of each, else a launch spreads it over the chip."""
-    return num_kv_splits <= 8 if num_kv_splits is not None else batch >= 16
+def mla_merges(kind, batch, target, num_kv_splits):
+    """Whether the last programs to finish a sequence merge it; else a launch spreads that over the chip.
+
+    They do with few splits of each sequence, and with many rows where next to none is split, which the host does not know; the
+    split count alone chooses where it is given. target: as ``plan_mla`` finds it.
+    """
+    if num_kv_splits is not None:
+        return kind == "few" and num_kv_splits <= 8
+    return batch >= 16 if kind == "few" else 3 * batch >= 2 * target
 
 
 def merge_config(batch, rows, num_kv_splits):
@@ -355,7 +361,6 @@ def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right
 
     from .hopper_mla_few_kernel import dflash2_mla_few_hopper
     from .hopper_mla_kernel import dflash2_mla_hopper
-    from .hopper_mla_pair_kernel import dflash2_mla_pair_hopper
     from .merge_kernel import dflash2_mla_merge_parts
 
     batch, q_len, num_heads, head_dim = q.shape
@@ -365,14 +370,14 @@ def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right
     processors = _processors(device)
     row_tiles, found, slots, num_splits, target, most = plan_mla(batch, rows, capacity, processors, num_kv_splits, tile)
     works, split = row_tiles * slots, slots > batch
-    merges = kind == "few" and (mla_merges(batch, num_kv_splits) if merges is None else merges)
+    merges = split and (mla_merges(kind, batch, target, num_kv_splits) if merges is None else merges)
     workspace = DecodeWorkspace(device) if workspace is None and split else workspace
     if workspace is not None and workspace.partials.device != device:
         raise ValueError(f"step08_dflash2: workspace is on {workspace.partials.device}; want a DecodeWorkspace on {device}")
     if split:
         part_rows = works * tile
-        workspace.reserve(part_rows * 513 + 2 * batch, 1 + works)
-        part_out, part_lse, meta = workspace.partials, workspace.partials[part_rows * 512 :], workspace.partials[part_rows * 513 :]
+        workspace.reserve(part_rows * 514 + 2 * batch, 1 + 2 * works)
+        part_out, part_lse, meta = workspace.partials, workspace.partials[part_rows * 512 :], workspace.partials[part_rows * 514 :]
         counter, arrivals = workspace.counters, workspace.counters[1:]
     else:
         part_out = part_lse = meta = arrivals = out  # not written where no sequence is split
@@ -384,23 +389,25 @@ def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right
     strides, numbers = out.stride()[:3], (capacity, slots, num_splits, target, most, MLA_MIN_TILES)
     if kind == "few":
         kernel, widths, grid, counters = dflash2_mla_few_hopper, (64,), min(works, processors), (arrivals, counter)
-        chosen = dict(ROWS=tile, SLOTS=8 if tile == 16 else 7, MERGES=merges)
+        chosen = dict(ROWS=tile, SLOTS=8 if tile == 16 else 7)
         block_b = 1 if batch == 1 else block_b
-    elif kind == "pair":
-        kernel, widths, grid, counters, chosen = dflash2_mla_pair_hopper, (256, 64), works, (), dict(TURNS=MLA_TURNS)
     else:
-        kernel, widths, grid, counters, chosen = dflash2_mla_hopper, (256, 64), works, (), dict(WAIT_FOR_V=rows < MLA_TILE)
+        kernel, widths, grid, counters = dflash2_mla_hopper, (256, 64), min(works, processors), (arrivals, counter)
+        chosen = dict(WIDE=out.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in out.stride()[:3]))
+        block_b = 1 if found and batch == 1 else 128  # lengths that the producer's few registers hold
     with torch.cuda.device(device):
         kernel[(grid,)](
             *(_describe_rows(flat, tile, n) for n in widths), *(_describe_rows(latent_cache, key_rows, n) for n in widths),
             block_table, seq_lens, out, part_out, part_lse, meta, lse, sinks, *counters, *strides, block_table.stride(0),
             batch, num_heads, q_len, *numbers, q_len if right is None else right, abs(scale) * LOG2_E,
             PAGE=page_size, FOUND=found, BLOCK_B=block_b, NEGATIVE=scale < 0, HAS_SINKS=sinks is not None, HAS_LSE=lse is not None,
-            SPLIT=split, DT=gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16, num_warps=4, **chosen,
+            SPLIT=split, MERGES=merges, DT=gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16, num_warps=4, **chosen,
         )  # fmt: skip
         if split and not merges:
             blocks = merge_config(batch, rows, num_kv_splits)
-            dflash2_mla_merge_parts[(batch * -(-rows // blocks["BLOCK_M"]), 512 // blocks["BLOCK_V"])](
-                part_out, part_lse, meta, out, lse, sinks, *strides, num_heads, q_len, slots, PART_ROWS=tile, HEAD_V=512, **blocks,
+            columns = 512 // blocks["BLOCK_V"]
+            programs = min(-(-rows // blocks["BLOCK_M"]), max(1, MERGE_PROGRAMS // (batch * columns)))
+            dflash2_mla_merge_parts[(batch * programs, columns)](
+                part_out, part_lse, meta, out, lse, sinks, *strides, num_heads, q_len, slots, programs, PART_ROWS=tile, HEAD_V=512, **blocks,
                 HAS_SINKS=sinks is not None, HAS_LSE=lse is not None, num_warps=4,
             )  # fmt: skip

@@ -21,9 +21,9 @@ PREFILL = (
     (64, 64, BF16, True, 1024, None, {}), (192, 128, BF16, False, 4096, None, {}),
     (128, 128, BF16, True, 4096, 64, {}), (128, 128, BF16, True, 4096, 16, dict(num_splits=4)), (192, 128, BF16, True, 4096, 64, {}),
 )  # fmt: skip
-# heads, new tokens, page size, dtype, splits, design
+# heads, new tokens, page size, dtype, splits, merged inside
 MLA = ((16, 1, 64, BF16, None, None), (128, 1, 64, BF16, 1, None), (8, 4, 16, FP16, 3, None), (16, 4, 16, FP16, None, None),
-       (128, 1, 64, BF16, 1, ("pair", 64)), (16, 4, 16, FP16, None, ("pair", 64)))  # fmt: skip
+       (128, 1, 64, BF16, None, True))  # fmt: skip
 # query and KV heads, head size, new tokens, page size, dtype, splits
 DECODE = ((32, 8, 128, 1, 64, BF16, None), (64, 8, 64, 1, 64, BF16, None), (28, 4, 128, 16, 16, FP16, 3))
 
@@ -37,13 +37,12 @@ def hopper_compile_cases():
         hopper_kernel,
         hopper_mla_few_kernel,
         hopper_mla_kernel,
-        hopper_mla_pair_kernel,
         merge_kernel,
     )
 
     launches = []
     kernels = ((hopper_kernel, "dflash2_prefill_hopper"), (hopper_mla_few_kernel, "dflash2_mla_few_hopper"),
-               (hopper_mla_kernel, "dflash2_mla_hopper"), (hopper_mla_pair_kernel, "dflash2_mla_pair_hopper"), (hopper_decode_kernel, "dflash2_decode_hopper"),
+               (hopper_mla_kernel, "dflash2_mla_hopper"), (hopper_decode_kernel, "dflash2_decode_hopper"),
                (merge_kernel, "dflash2_merge_splits"), (merge_kernel, "dflash2_mla_merge_parts"))  # fmt: skip
 
     def launched(name, call):
@@ -76,12 +75,12 @@ def hopper_compile_cases():
             packed.update(block_table=torch.zeros(2, 4096 // page, dtype=torch.int32), seq_lens=torch.zeros(2, dtype=torch.int32), cu_seqlens_k=None)
         yield from launched(name, lambda: hopper.launch_prefill(q, k, v, out, lse, causal=causal, scale=0.1, **packed, **extra))  # noqa: B023
 
-    for heads, q_len, page, dtype, splits, design in MLA:
+    for heads, q_len, page, dtype, splits, merges in MLA:
         q, out = (torch.empty(8, q_len, heads, n, dtype=dtype) for n in (576, 512))
         cache, table = torch.empty(99, page, 576, dtype=dtype), torch.zeros(8, 4096 // page, dtype=torch.int32)
-        options = dict(scale=0.1, right=0, sinks=None, num_kv_splits=splits, workspace=None, design=design)
+        options = dict(scale=0.1, right=0, sinks=None, num_kv_splits=splits, workspace=None, merges=merges)
         call = lambda: hopper.launch_mla(q, cache, table, torch.zeros(8, dtype=torch.int32), out, None, **options)  # noqa: B023,E731
-        yield from launched(f"MLA {heads} heads q_len {q_len} page {page} splits {splits}{f' {design[0]}' if design else ''}", call)
+        yield from launched(f"MLA {heads} heads q_len {q_len} page {page} splits {splits}{' merges' if merges else ''}", call)
 
     for heads, kv_heads, d, q_len, page, dtype, splits in DECODE:
         q, out = (torch.empty(8, q_len, heads, d, dtype=dtype) for _ in range(2))

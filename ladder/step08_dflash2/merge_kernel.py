@@ -41,49 +41,50 @@ def dflash2_merge_splits(
         tl.store(lse_ptr + row, shift + tl.log(total), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs"])  # a value, never a reason to compile again
 def dflash2_mla_merge_parts(
-    part_out_ptr, part_lse_ptr, meta_ptr, out_ptr, lse_ptr, sinks_ptr, stride_ob, stride_om, stride_oh, num_heads, q_len, num_slots,
+    part_out_ptr, part_lse_ptr, meta_ptr, out_ptr, lse_ptr, sinks_ptr, stride_ob, stride_om, stride_oh, num_heads, q_len, num_slots, programs,
     PART_ROWS: tl.constexpr, HEAD_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """Add up the splits of the MLA kernels for sm_90: BLOCK_M rows and BLOCK_V columns of one sequence; grid (batch * row
-    blocks, column blocks). A sequence in one split was stored by the kernel itself. The splits are added in their order.
+    """Add up the splits of the MLA kernels for sm_90: BLOCK_M rows and BLOCK_V columns of one sequence at a time, by ``programs`` of
+    each sequence; grid (batch * programs, column blocks). A sequence in one split was stored by the kernel itself. The splits
+    are added in their order.
     """
     rows = q_len * num_heads
-    row_blocks = tl.cdiv(rows, BLOCK_M)
-    seq = tl.program_id(0) // row_blocks
+    seq = tl.program_id(0) // programs
     first_slot = tl.load(meta_ptr + 2 * seq).to(tl.int32)
     splits = tl.load(meta_ptr + 2 * seq + 1).to(tl.int32)
     if splits == 1:
         return
-    row = tl.program_id(0) % row_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    parts = (row // PART_ROWS * num_slots + first_slot).to(tl.int64) * PART_ROWS + row % PART_ROWS
-    live = row < rows
-    head = row % num_heads
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    if HAS_SINKS:
-        top = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
-    total_weight = tl.where(top == float("-inf"), 0.0, 1.0)
-    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    for s in range(0, splits, BLOCK_S):
-        split = s + tl.arange(0, BLOCK_S)
-        mask = (split < splits)[:, None] & live[None, :]
-        place = parts[None, :] + split[:, None] * PART_ROWS
-        part_lse = tl.load(part_lse_ptr + place, mask=mask, other=float("-inf"))
-        part = tl.load(part_out_ptr + place[:, :, None] * HEAD_V + column[None, None, :], mask=mask[:, :, None], other=0.0)
-        new_top = tl.maximum(top, tl.max(part_lse, axis=0))
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weight = tl.exp2(part_lse - shift[None, :])
-        rescale = tl.exp2(top - shift)
-        acc = acc * rescale[:, None] + tl.sum(part * weight[:, :, None], axis=0)
-        total_weight = total_weight * rescale + tl.sum(weight, axis=0)
-        top = new_top
-    safe = tl.where(total_weight == 0.0, 1.0, total_weight)
-    out_rows = seq.to(tl.int64) * stride_ob + (row // num_heads).to(tl.int64) * stride_om + head.to(tl.int64) * stride_oh
-    tl.store(out_ptr + out_rows[:, None] + column[None, :], (acc / safe[:, None]).to(out_ptr.dtype.element_ty), mask=live[:, None])
-    if HAS_LSE:
-        if tl.program_id(1) == 0:
-            lse_row = (seq.to(tl.int64) * num_heads + head) * q_len + row // num_heads
-            tl.store(lse_ptr + lse_row, (top + tl.log2(safe)) * 0.6931471805599453, mask=live)
+    for block in range(tl.program_id(0) % programs, tl.cdiv(rows, BLOCK_M), programs):
+        row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        parts = (row // PART_ROWS * num_slots + first_slot).to(tl.int64) * PART_ROWS + row % PART_ROWS
+        live = row < rows
+        head = row % num_heads
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        if HAS_SINKS:
+            top = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        total_weight = tl.where(top == float("-inf"), 0.0, 1.0)
+        acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        for s in range(0, splits, BLOCK_S):
+            split = s + tl.arange(0, BLOCK_S)
+            mask = (split < splits)[:, None] & live[None, :]
+            place = parts[None, :] + split[:, None] * PART_ROWS
+            part_lse = tl.load(part_lse_ptr + place, mask=mask, other=float("-inf"))
+            part = tl.load(part_out_ptr + place[:, :, None] * HEAD_V + column[None, None, :], mask=mask[:, :, None], other=0.0)
+            new_top = tl.maximum(top, tl.max(part_lse, axis=0))
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weight = tl.exp2(part_lse - shift[None, :])
+            rescale = tl.exp2(top - shift)
+            acc = acc * rescale[:, None] + tl.sum(part * weight[:, :, None], axis=0)
+            total_weight = total_weight * rescale + tl.sum(weight, axis=0)
+            top = new_top
+        safe = tl.where(total_weight == 0.0, 1.0, total_weight)
+        out_rows = seq.to(tl.int64) * stride_ob + (row // num_heads).to(tl.int64) * stride_om + head.to(tl.int64) * stride_oh
+        tl.store(out_ptr + out_rows[:, None] + column[None, :], (acc / safe[:, None]).to(out_ptr.dtype.element_ty), mask=live[:, None])
+        if HAS_LSE:
+            if tl.program_id(1) == 0:
+                lse_row = (seq.to(tl.int64) * num_heads + head) * q_len + row // num_heads
+                tl.store(lse_ptr + lse_row, (top + tl.log2(safe)) * 0.6931471805599453, mask=live)
