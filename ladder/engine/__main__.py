@@ -62,7 +62,7 @@ def parse_args(argv=None):
     measure.add_argument("--fractions", type=float, nargs="+", default=list(bench.FRACTIONS), help="of --memory-table")
     measure.add_argument("--requests", type=int, default=0, help="with --memory-table: serve so many mixed requests at each fraction")
     measure.add_argument("--json", metavar="FILE", help="write the results as JSON; - is standard output")
-    measure.add_argument("--keep", action="store_true", help="keep rows of that file for cases that this run does not measure")
+    measure.add_argument("--keep", action="store_true", help="keep rows of that file for cases and backends that this run does not measure")
 
     quality = commands.add_parser("quality", help="Bits per byte of tiny-moe against window policy, on held-out text.")
     quality.add_argument("--checkpoint", metavar="FILE", help="weights of tiny-moe (default: those of the repository)")
@@ -332,7 +332,7 @@ def finish(rows, args, interrupted):
         extra = {"partial": True} if interrupted else {}
         doc = results.document(rows, device=device, **extra)
         if getattr(args, "keep", False) and args.json != "-":
-            doc["rows"] += results.kept_rows(args.json, rows, doc["machine"])
+            doc["rows"] += results.kept_rows(args.json, rows, doc["machine"], by_impl=True)
         results.write(doc, args.json)
     if interrupted:
         log("interrupted: the results are partial" if rows else "interrupted before there was a result")

@@ -115,9 +115,9 @@ def load(name):
     return doc
 
 
-def kept_rows(path, rows, machine):
+def kept_rows(path, rows, machine, *, by_impl=False):
     """Rows of an earlier file on the same machine and versions for cases that ``rows`` does not measure again, each with its own
-    commit, date and command; none where there is no file.
+    commit, date and command; none where there is no file. by_impl: also those of a case that it measures with other implementations.
 
     Raises:
         ValueError: the file is of another GPU, torch or Triton.
@@ -130,9 +130,12 @@ def kept_rows(path, rows, machine):
         raise ValueError(
             f"{path} was recorded on {[old['machine'].get(k) for k in same]}, this is {[machine.get(k) for k in same]}; want the same"
         )
-    now = {repr(sorted(entry["case"].items(), key=str)) for entry in rows}
+    def name(entry):
+        return repr(sorted(entry["case"].items(), key=str)), entry["impl"] if by_impl else None
+
+    now = set(map(name, rows))
     stamp = {k: old[k] for k in ("commit", "recorded", "command")}
-    return [{**stamp, **entry} for entry in old["rows"] if repr(sorted(entry["case"].items(), key=str)) not in now]
+    return [{**stamp, **entry} for entry in old["rows"] if name(entry) not in now]
 
 
 def select(doc, impl=None, **case):
