@@ -108,7 +108,8 @@ def test_a_fixed_number_of_splits_ignores_the_rest_of_the_batch(kernel):
         assert torch.equal(alone[0], together[b])
 
 
-def test_a_schedule_gives_the_same_bits():
+def test_a_schedule_gives_the_same_bits(monkeypatch):
+    monkeypatch.setattr(hopper_decode, "pays", lambda *_: False)  # sm_90's kernel finds its own
     inputs = PROBLEMS["ragged"].make(CUDA)
     shape = dict(num_heads=32, num_kv_heads=8, head_dim=128, page_size=64, max_seq_len=16384)
     schedule = get_decode_schedule(inputs.seq_lens, **shape)

@@ -402,10 +402,10 @@ def long_table(doc=None, least=32768):
     rows = [e for e in _whole(results.select(doc, model=SERVED["model"])) if e["case"]["input_len"] >= least] if doc else []
     if not rows:
         return missing("engine", f"prompts of {least:,} tokens, `--input-len {least} --output-len 16 --concurrency 1 --fit`")
-    lines = ["| tokens in, out, requests | backend | TTFT, ms | peak memory |", "|:--|:--|--:|--:|"]
+    lines = ["| tokens in, out, requests | backend | in steps of | TTFT, ms | peak memory |", "|:--|:--|--:|--:|--:|"]
     for e in sorted(rows, key=lambda e: (e["case"]["input_len"], e["case"]["concurrency"], e["impl"])):
         c, peak = e["case"], plots.size(e["peak_bytes"]) if e.get("peak_bytes") else "-"
-        lines.append(f"| {c['input_len']:,}, {c['output_len']}, {c['concurrency']} | {implementation_title(e['impl'])} | {_short(e['ttft_ms'])} | {peak} |")
+        lines.append(f"| {c['input_len']:,}, {c['output_len']}, {c['concurrency']} | {implementation_title(e['impl'])} | {e.get('chunk_tokens', c['input_len']):,} | {_short(e['ttft_ms'])} | {peak} |")
     lines.append(f"\n*{results.caption(doc)}; random weights.*")
     return Markdown("\n".join(lines))
 
@@ -424,7 +424,8 @@ def dense_table(doc=None):
             lines.append(f"| {model} | {ins:,}, {outs:,}, {many} | {cells} |")
     if len(lines) == 2 or not dense:
         return missing("engine", "the dense control, `--model mla-dense --input-len 512`")
-    lines.append(f"\n*{results.caption(doc)}; random weights. The dense model is V2-Lite with every layer's experts replaced by one feed-forward block.*")
+    notes = " ".join(e["note"] for e in dense if "note" in e)
+    lines.append(f"\n*{results.caption(doc)}; random weights. The dense model is V2-Lite with every layer's experts replaced by one feed-forward block.{' ' + notes if notes else ''}*")
     return Markdown("\n".join(lines))
 
 
