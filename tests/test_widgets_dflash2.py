@@ -245,7 +245,7 @@ def test_variants_are_compared_with_what_they_build_on():
         "+other": "hopper_base",
     }
     text = dflash2.variants(doc).data
-    assert "| `+overlap` |" in text and "1.25 x" in text and "not kept barriers cost more" in text and "2.50 x" in text
+    assert "| `+overlap` |" in text and "1.25 x" in text and "not kept: barriers cost more" in text and "2.50 x" in text
     assert dict((e["impl"], p) for e, _, p in chain)["+pingpong"] == 1.0 and set(peers) == {"fa3"}
     assert isinstance(dflash2.variants_picture(doc).figure, Figure) and "5 variants" in repr(dflash2.variants_picture(doc))
     wrong = document([timed(p, V1, 3.0), timed(p, "hopper_base", 2.5, ok=False)])

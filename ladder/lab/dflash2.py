@@ -244,7 +244,7 @@ def variants(doc=None):
             gain = before["ms"]["median"] / entry["ms"]["median"] if before else None
             peer = f"{peers['fa3']['ms']['median'] / entry['ms']['median']:.2f}" if "fa3" in peers else "-"
             verdict = "**wrong answer**" if entry.get("ok") is False else "not kept" if entry.get("kept") is False else ""
-            why = " ".join(filter(None, (verdict, entry.get("why", ""))))
+            why = ": ".join(filter(None, (verdict, entry.get("why", ""))))
             lines.append(
                 f"| {name} | `{entry['impl']}` | {entry['tflops']:.0f} | {_factor(predicted)} | {_factor(gain)} | {peer} | {why} |"
             )
