@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import gc
 import json
+import math
 import os
 import sys
 import tempfile
@@ -135,6 +136,13 @@ def small_spec():
         expert_width=16, dense_width=48, vocab=96, context=256, yarn_original=64, yarn_factor=4.0,
     )  # fmt: skip
     return Spec("deepseek-v2-lite", config, seed=1, std=0.25)
+
+
+def served_heads(device):
+    """Heads of the model that ranks share."""
+    from .engine.models import find
+
+    return (find("deepseek-v2-lite") if device == "cuda" else small_spec()).config.num_heads
 
 
 def serve_rank(rank, num_ranks, port, device, parts, path, seconds):
@@ -419,6 +427,10 @@ def main(argv=None):
     gpus = torch.cuda.device_count() if args.device == "cuda" else 0
     if args.device == "cuda" and gpus < args.ranks:
         parser.error(f"argument --ranks: {args.ranks}; want at most {gpus}, the GPUs here, or --device cpu")
+    if set(args.only) & set(JOBS) and (heads := served_heads(args.device)) % args.ranks:
+        parser.error(f"argument --ranks: {args.ranks}; want a divisor of {heads}, the heads of the served model, or --only dispatch survive")
+    if not 0 < args.seconds < math.inf:
+        parser.error(f"argument --seconds: {args.seconds}; want a positive number")
     if not Path(args.json).absolute().parent.is_dir():
         parser.error(f"argument --json: cannot write {args.json}; want a file in a folder that exists")
     for name, value in (("NCCL_NVLS_ENABLE", "0"), ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")):

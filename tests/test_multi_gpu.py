@@ -76,7 +76,8 @@ def test_a_part_without_time_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("options, message", [
-    (["--ranks", "1"], "want at least 2"), (["--device", "cpu", "--json", "nowhere/x.json"], "want a file in a folder that exists"),
+    (["--ranks", "1"], "want at least 2"), (["--device", "cpu", "--ranks", "3"], "want a divisor of 4"),
+    (["--device", "cpu", "--seconds", "nan"], "want a positive number"), (["--device", "cpu", "--seconds", "-1"], "want a positive number"), (["--device", "cpu", "--json", "nowhere/x.json"], "want a file in a folder that exists"),
 ])  # fmt: skip
 def test_bad_options(options, message, capsys):
     with pytest.raises(SystemExit):
