@@ -294,7 +294,7 @@ class Case:
             two = not (fusion.few_rows_to_route(*args[:2]) if fused is None else fused)
             rows = (4 + two) * T * self.hidden + self.hidden
             return element * rows + _bytes(args[3]) + 8 * T * options["top_k"] + 4 * self.shape["E"]
-        two = not (T <= fusion.FEW_TOKENS if fused is None else fused)
+        two = not (T <= fusion.ONE_LAUNCH_TOKENS if fused is None else fused)
         tables = 4 * T * self.shape["rot_dim"] + 16 * T
         if self.op == "qkv":
             columns = args[1].shape[0]

@@ -672,7 +672,17 @@ def main(argv=None):
     only = args.only.split(",")
     if unknown := [name for name in only if name not in SECTIONS]:
         parser.error(f"--only: {unknown[0]!r} is no section; want some of {', '.join(SECTIONS)}")
-    todo = chosen_cells(only, args.cells, args.dry)
+    try:
+        todo = chosen_cells(only, args.cells, args.dry)
+    except re.error as error:
+        parser.error(f"argument --cells: {error.pattern!r} is no regular expression: {error}")
+    if not 0 <= args.minutes < math.inf:
+        parser.error(f"argument --minutes: {args.minutes}; want a number of at least 0")
+    known = {OURS, V1, "step08_contiguous", "flex", *(peer.name for peer in PEERS)}
+    if unknown := set((args.peers or OURS).split(",")) - known:
+        parser.error(f"argument --peers: {sorted(unknown)[0]!r} is none; want some of {', '.join(sorted(known))}")
+    if args.json != "-" and not Path(args.json).absolute().parent.is_dir():
+        parser.error(f"argument --json: cannot write {args.json}; want a file in a folder that exists")
     if not todo:
         parser.error(f"--cells: nothing matches {args.cells}; --list prints the names")
     if args.list:
@@ -685,6 +695,11 @@ def main(argv=None):
 
     start = time.time()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if args.keep and args.json != "-":  # a file that cannot be added to is refused before anything is measured
+        try:
+            results.kept_rows(args.json, [], results.machine(device))
+        except ValueError as error:
+            parser.error(f"argument --json: {error}")
     if device.type == "cuda" and not args.no_warm:
         _warm_all(args.dry, start)
     torch.manual_seed(0)
@@ -716,7 +731,9 @@ def _measure(bench, todo, limits: Limits, args):
         )  # fmt: skip
         if stopped:
             doc["stopped"] = stopped
-        if args.json != "-" or not left or stopped:
+        if not bench.rows and args.json != "-" and Path(args.json).exists():
+            print(f"nothing was measured: {args.json} is left as it is")
+        elif args.json != "-" or not left or stopped:
             results.write(doc, args.json)
         return doc
 

@@ -155,6 +155,33 @@ def test_interrupted_bench_keeps_what_it_has(weights, tmp_path, monkeypatch, cap
     assert "partial" in capsys.readouterr().err
 
 
+def test_a_run_cut_short_leaves_what_a_file_has(weights, tmp_path, monkeypatch, capsys):
+    file, real, calls = tmp_path / "out.json", bench.Engine.step, []
+    shape = ("--checkpoint", weights, "--device", "cpu", "--input-len", 9, "--output-len", 20, "--concurrency", 2)
+    assert run("bench", "--backend", "sdpa", *shape, "--json", file) == 0
+    whole = file.read_text()
+
+    def step(self):
+        calls.append(1)
+        if len(calls) == stop:
+            raise KeyboardInterrupt
+        return real(self)
+
+    monkeypatch.setattr(bench.Engine, "step", step)
+    stop = 1  # before there is a row
+    assert run("bench", "--backend", "sdpa", *shape, "--json", file) == 130
+    assert file.read_text() == whole and "left as it is" in capsys.readouterr().err
+    stop, calls[:] = 12, []  # within it: a partial row does not replace a whole one of the same case
+    assert run("bench", "--backend", "sdpa", *shape, "--keep", "--json", file) == 130
+    assert file.read_text() == whole
+
+
+def test_what_cannot_run_is_refused_before_another_backend_is_measured(weights, tmp_path, capsys):
+    for backends, dtype in (("sdpa,nonsense", "float32"), ("sdpa,step07", "bfloat16")):
+        assert run("bench", "--checkpoint", weights, "--backend", backends, "--device", "cpu", "--dtype", dtype, "--json", tmp_path / "x.json") == 2
+        assert "backend" in capsys.readouterr().err and not (tmp_path / "x.json").exists()
+
+
 def test_memory_table(weights, capsys):
     assert run("bench", "--checkpoint", weights, "--backend", "sdpa", "--device", "cpu", "--input-len", 20, "--output-len", 12,
                "--page-size", 16, "--memory-table", "--requests", 4, "--fractions", 0.5, "--json", "-") == 0  # fmt: skip

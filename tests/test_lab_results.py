@@ -4,6 +4,7 @@ import io
 import json
 import math
 from contextlib import redirect_stdout
+from pathlib import Path
 
 import pytest
 
@@ -151,3 +152,23 @@ def test_commit(monkeypatch):
 def test_command_as_typed(monkeypatch, argv, command):
     monkeypatch.setattr(results.sys, "argv", argv)
     assert results.document([])["command"] == command
+
+
+def test_a_file_without_results_is_named(doc, tmp_path):
+    for text in ("no json", "[]", json.dumps({**doc, "machine": None}), json.dumps({**doc, "rows": 5}), json.dumps({**doc, "rows": [1]})):
+        file = tmp_path / "other"
+        file.write_text(text)
+        with pytest.raises(ValueError, match="other holds no results document"):
+            results.kept_rows(file, [], doc["machine"])
+
+
+def test_a_partial_row_does_not_replace_a_whole_one(doc, tmp_path):
+    results.write(doc, tmp_path / "old")
+    rows = [{**doc["rows"][0], "partial": True}, {**doc["rows"][1], "impl": "other", "partial": True}]
+    kept = results.kept_rows(tmp_path / "old", rows, doc["machine"], by_impl=True)
+    assert [row["impl"] for row in rows] == ["other"] and len(kept) == 3 and all("commit" in row for row in kept)
+
+
+def test_a_device_is_written_to_and_not_replaced(doc):
+    results.write(doc, "/dev/null")
+    assert not Path("/dev/null").is_file()

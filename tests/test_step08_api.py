@@ -487,3 +487,32 @@ def test_prefill_compiles(target):
             assert not row["serialized"] or " page 1 " in row["case"], row["case"]
         elif "float32" not in row["case"]:
             assert row["HMMA"] > 0, row["case"]
+
+
+def test_explain_of_decode_on_hopper_names_the_kernel_that_runs(monkeypatch):
+    attention = importlib.import_module("ladder.step08_dflash2.attention")
+    hopper = importlib.import_module("ladder.step08_dflash2.hopper")
+    plan = importlib.import_module("ladder.step08_dflash2.plan")
+    monkeypatch.setattr(attention, "device_code", lambda *_: object())
+    monkeypatch.setattr(attention, "hopper_code", lambda *_: hopper)
+    monkeypatch.setattr(plan, "arch", lambda *_: 90)
+    p = DecodeProblem(dtype="bfloat16")
+    assert "dflash2_decode_hopper" in explain(p) and "dflash2_decode_hopper" in explain(p, sinks=True)
+    assert "faster with this one" in explain(p.replace(D=64, Dv=64))
+    assert "range windows" in explain(p, windows=RangeWindows.sliding(9))
+    latent = p.replace(Hkv=1, D=576, Dv=512, latent=True, scale=0.07)
+    assert "dflash2_mla_few_hopper" in explain(latent.replace(Hq=16), sinks=True)
+    assert "dflash2_mla_hopper" in explain(latent.replace(Hq=128)) and "portable" in explain(latent.replace(Hq=128), softcap=30.0)
+
+
+def test_warmup_takes_the_options_of_explain():
+    p = DecodeProblem(dtype="float32", D=32, Dv=32, Hq=4, Hkv=2, context=64, page_size=16)
+    assert warmup([(p, dict(page_size=16, right=0, ragged=True))]) == 1
+    with pytest.raises(TypeError, match="option 'page'"):
+        warmup([(p, dict(page=16))])
+    with pytest.raises(ValueError, match="page_size is -1"):
+        warmup([(MINILM, dict(page_size=-1))])
+    with pytest.raises(ValueError, match="problem.Sq is -3"):
+        explain(MINILM.replace(Sq=-3))
+    with pytest.raises(NotImplementedError, match="head sizes 300"):
+        explain(MINILM.replace(D=300))

@@ -275,6 +275,9 @@ def show(row):
 def run_bench(args):
     if args.keep and args.json not in (None, "-"):  # a file that cannot be added to is refused before anything is measured
         results.kept_rows(args.json, [], results.machine(args.device or ("cuda" if torch.cuda.is_available() else "cpu")))
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    for name in args.backend.split(","):  # a name or a device that does not fit is refused before another backend is measured
+        backends.make(name, device).check(device, DTYPES.get(args.dtype) or (torch.bfloat16 if device.type == "cuda" else torch.float32))
     spec = find_part(args)
     options = engine_options(args)
     shape = dict(input_len=args.input_len, output_len=args.output_len)
@@ -299,7 +302,7 @@ def run_bench(args):
         rows += stop.partial if isinstance(stop.partial, list) else [stop.partial] if stop.partial else []
     except KeyboardInterrupt:
         interrupted = True
-    except parallel.RankLost:
+    except (parallel.RankLost, ValueError, NotImplementedError, RuntimeError):
         if rows:  # what is whole is kept
             finish(rows, args, True)
         raise
@@ -327,12 +330,18 @@ def finish(rows, args, interrupted):
         return 130 if interrupted else 0
     for row in rows:
         print(show(row), file=sys.stderr if args.json == "-" else sys.stdout)
-    if args.json:
+    if args.json not in (None, "-") and not rows:
+        log(f"nothing was measured: {args.json} is left as it is")
+    elif args.json:
         device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
         extra = {"partial": True} if interrupted else {}
         doc = results.document(rows, device=device, **extra)
         if getattr(args, "keep", False) and args.json != "-":
-            doc["rows"] += results.kept_rows(args.json, rows, doc["machine"], by_impl=True)
+            kept = results.kept_rows(args.json, doc["rows"], doc["machine"], by_impl=True)
+            if not doc["rows"]:
+                log(f"{args.json} keeps the whole rows that it has")
+                return 130 if interrupted else 0
+            doc["rows"] += kept
         results.write(doc, args.json)
     if interrupted:
         log("interrupted: the results are partial" if rows else "interrupted before there was a result")

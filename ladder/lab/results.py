@@ -72,15 +72,20 @@ def row(case, impl, *, timing=None, flops=None, num_bytes=None, peak_bytes=None,
 
 def validate(doc):
     """Raise ValueError naming the field that does not fit schema 1."""
+    if not isinstance(doc, dict):
+        raise ValueError(f"results: a document is an object, not {type(doc).__name__}")
     for field in ("schema", "recorded", "commit", "command", "machine", "limits", "rows"):
         if field not in doc:
             raise ValueError(f"results: field {field!r} is missing")
     if doc["schema"] != SCHEMA:
         raise ValueError(f"results: schema is {doc['schema']!r}; want {SCHEMA}")
+    for field, kind in (("machine", dict), ("rows", list)):
+        if not isinstance(doc[field], kind):
+            raise ValueError(f"results: {field} is {doc[field]!r}; want {'an object' if kind is dict else 'a list'}")
     for number, entry in enumerate(doc["rows"]):
-        if not isinstance(entry.get("case"), dict) or not isinstance(entry.get("impl"), str):
+        if not isinstance(entry, dict) or not isinstance(entry.get("case"), dict) or not isinstance(entry.get("impl"), str):
             raise ValueError(f"results: row {number} is {entry!r}; want a 'case' object and an 'impl' name")
-        if "ms" in entry and set(entry["ms"]) != {"median", "p20", "p80"}:
+        if "ms" in entry and (not isinstance(entry["ms"], dict) or set(entry["ms"]) != {"median", "p20", "p80"}):
             raise ValueError(f"results: row {number} has ms {entry['ms']!r}; want median, p20 and p80")
 
 
@@ -94,6 +99,12 @@ def write(doc, target):
         sys.stdout.write(text)
         return
     target = Path(target)
+    if target.exists() and not target.is_file():  # a device or a pipe is written to, never replaced
+        try:
+            target.write_text(text)
+        except OSError as error:
+            raise ValueError(f"results: cannot write {target}: {error.strerror}") from error
+        return
     partial = target.with_name(target.name + ".partial")
     try:
         partial.write_text(text)
@@ -110,8 +121,17 @@ def load(name):
         known = ", ".join(sorted(p.stem for p in FOLDER.glob("*.json"))) or "none"
         hint = "" if FOLDER.exists() else "; they come with a checkout of the repository, not with the installed package"
         raise FileNotFoundError(f"no recorded results at {path}; recorded so far: {known}{hint}")
-    doc = json.loads(path.read_text())
-    validate(doc)
+    return read(path)
+
+
+def read(path):
+    """Read and validate the document in a file; ValueError names the file that holds none."""
+    try:
+        doc = json.loads(Path(path).read_text())
+        validate(doc)
+    except (ValueError, UnicodeDecodeError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error).removeprefix("results: ")
+        raise ValueError(f"results: {path} holds no results document: {reason}") from error
     return doc
 
 
@@ -119,12 +139,14 @@ def kept_rows(path, rows, machine, *, by_impl=False):
     """Rows of an earlier file on the same machine and versions for cases that ``rows`` does not measure again, each with its own
     commit, date and command; none where there is no file. by_impl: also those of a case that it measures with other implementations.
 
+    A row that says it is partial does not replace a whole one: it is taken out of ``rows``.
+
     Raises:
-        ValueError: the file is of another GPU, torch or Triton.
+        ValueError: the file holds no results, or those of another GPU, torch or Triton.
     """
-    if not Path(path).exists():
+    if not Path(path).is_file():
         return []
-    old = load(str(path))
+    old = read(path)
     same = ("gpu", "torch", "triton")
     if any(old["machine"].get(k) != machine.get(k) for k in same):
         raise ValueError(
@@ -133,6 +155,8 @@ def kept_rows(path, rows, machine, *, by_impl=False):
     def name(entry):
         return repr(sorted(entry["case"].items(), key=str)), entry["impl"] if by_impl else None
 
+    whole = {(repr(sorted(e["case"].items(), key=str)), e["impl"]) for e in old["rows"] if not e.get("partial")}
+    rows[:] = [e for e in rows if not e.get("partial") or (repr(sorted(e["case"].items(), key=str)), e["impl"]) not in whole]
     now = set(map(name, rows))
     stamp = {k: old[k] for k in ("commit", "recorded", "command")}
     return [{**stamp, **entry} for entry in old["rows"] if name(entry) not in now]

@@ -2,9 +2,9 @@
 where rows are few, in a library's product and one pass where they are many.
 
 Where the line lies is arithmetic. A product of T rows does T FLOP for each byte of its weight (two bytes an element), and a
-GPU that multiplies at 793 TFLOP/s and reads 4.4 TB/s can do 180. Up to ``FEW_TOKENS`` rows the weight's bytes are all that
-counts: one kernel streams them once and finishes in the same launch. Above, it would stream them again for every tile of
-64 rows, while a library's product is compute-bound and one pass over its result costs what any epilogue must write anyway.
+GPU that multiplies at 793 TFLOP/s and reads 4.4 TB/s can do 180. Of few rows the weight's bytes are all that counts: one kernel
+streams them once and finishes in the same launch. Of more than ``FEW_TOKENS`` it would stream them again for every tile of 64
+rows. Measured, the library's product and one pass over its result win earlier, from ``ONE_LAUNCH_TOKENS`` on.
 """
 
 import math
@@ -19,8 +19,9 @@ from ladder.step07_dflash1 import DecodeWorkspace
 from .attention import device_code
 
 RUNG = "step08_dflash2"
-FEW_TOKENS = 64  # rows up to which one launch does product and epilogue; one tile of rows, so the weight is read once
-REREAD_BYTES = 1 << 18  # rows up to which every program of the router norms for itself: 2.4 us at an SM's 110 GB/s of L2
+FEW_TOKENS = 64  # rows up to which one launch can do product and epilogue: one tile of rows, so the weight is read once
+ONE_LAUNCH_TOKENS = 16  # and up to which it does unless told: at 8 it is 8 to 20 % faster than two, at 64 16 % to 5 x slower
+REREAD_BYTES = 1 << 17  # rows up to which every program of the router norms for itself: at 229 kB two launches are 22 % faster
 MAX_HIDDEN = 32768  # columns of a row that the norm holds in registers
 MAX_EXPERTS = 1024
 INTEGERS = (torch.int32, torch.int64)
@@ -152,7 +153,7 @@ def fused_qkv_rope_append(
         out: (T, Hq, D) for the queries, any strides. None allocates.
         workspace: a ``DecodeWorkspace`` for partial sums, which calls on one stream may share. None allocates. Not used
             under ``torch.compile``, which plans memory itself.
-        fused: True: one launch for all; False: a library's product, then one pass; None: True up to ``FEW_TOKENS`` tokens.
+        fused: True: one launch for all; False: a library's product, then one pass; None: True up to ``ONE_LAUNCH_TOKENS`` tokens.
 
     Returns:
         q (T, Hq, D). Norm and rotation are float32; with one launch so is what enters them. A position outside the
@@ -399,7 +400,7 @@ def _qkv_rope_append(
     places = (*out.stride(), *k_cache.stride(), *v_cache.stride())
     cache = (cos.shape[0], num_slots, k_cache.shape[1], eps)
     with torch.cuda.device_of(x):  # the launch goes to the current device
-        if tokens <= FEW_TOKENS if fused is None else fused:
+        if tokens <= ONE_LAUNCH_TOKENS if fused is None else fused:
             config = projection_config(tokens, units, head_dim, hidden, x.element_size(), processors(x.device))
             row_tiles = -(-tokens // config["BLOCK_T"])
             splits = config.pop("splits")
@@ -442,7 +443,7 @@ def _mla_append(
         return
     nope = 0 if q_nope is None else q_nope.shape[2]
     with torch.cuda.device_of(x):
-        if weight is not None and not (tokens <= FEW_TOKENS if fused is None else fused):
+        if weight is not None and not (tokens <= ONE_LAUNCH_TOKENS if fused is None else fused):
             x, weight = torch.nn.functional.linear(x, weight), None
         inner, per_split, splits, partials, counters, weight_strides = x.shape[1], 0, 1, None, None, (0, 0)
         if weight is None:

@@ -186,7 +186,7 @@ def describe_prefill(p, right, *, ragged=False, page_size=0, processors=132):
         f"{config['STAGES']} tiles of K and of V under way, brought by a warp of their own.",
         f"A head of {p.D} is computed as {d1}{f' + {d2}' if d2 else ''} columns; what lies beyond is filled with zeros.",
         f"Work: {tiles} tiles{f' in {splits} splits of the keys each, merged by a second launch' if splits > 1 else ''}, drawn from a "
-        f"counter by {grid} programs; {section} heads side by side, so that their K and V stay in the L2 cache.",
+        f"counter by {grid} programs; {section} head{'s' if section > 1 else ''} side by side, which share K and V in the L2 cache.",
     ]
     lines.append("The warp groups take turns on the tensor cores." if config["TURNS"] else "The warp groups run freely: they drift apart by themselves.")
     return lines
@@ -347,6 +347,25 @@ def merge_config(batch, rows, num_kv_splits):
     """Blocks (rows, columns, splits) of the merge; the split count alone chooses where it is given."""
     many = num_kv_splits > 8 if num_kv_splits is not None else batch * rows < 1024
     return dict(BLOCK_M=1, BLOCK_V=64, BLOCK_S=64) if many else dict(BLOCK_M=4, BLOCK_V=128, BLOCK_S=4)
+
+
+def describe_mla(p, processors=132):
+    """Sentences about how a problem (fields of ``ladder.lab.decode.DecodeProblem``) with a latent cache is launched, for ``explain``."""
+    rows = p.q_len * p.Hq
+    kind, tile = mla_design(rows)
+    row_tiles, found, slots, _, target, _ = plan_mla(p.B, rows, p.capacity, processors, None, tile)
+    name = "dflash2_mla_few_hopper" if kind == "few" else "dflash2_mla_hopper"
+    lines = [f"Kernel: {name}, Gluon for sm_90 (TMA, wgmma, specialised warps).",
+             f"Tiles: {tile} rows for the {rows} of a sequence ({p.q_len} tokens x {p.Hq} heads), so the latents are read {row_tiles} x, by {MLA_TILE} keys. "
+             + ("Keys and value columns are the rows of its products: memory binds." if kind == "few" else
+                "Two warp groups share tiles in pairs: each makes the probabilities of one, and multiplies both with half of the value columns.")]  # fmt: skip
+    if found:
+        where = "in the same launch" if mla_merges(kind, p.B, target, None) else "by a second one"
+        lines.append(f"Work: the device cuts the batch into about {target} parts of equal length a row tile, no part below {MLA_MIN_TILES * MLA_TILE} keys. Programs "
+                     f"draw them from a counter, and what was split is merged {where}.")  # fmt: skip
+    else:
+        lines.append(f"Work: {row_tiles * slots} parts, one a sequence and row tile; keys are not split, so nothing is merged.")
+    return lines
 
 
 def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right, sinks, num_kv_splits, workspace, design=None, merges=None):

@@ -1,7 +1,7 @@
 """Device code of step 08 for sm_90, in Gluon: TMA brings tiles, wgmma multiplies them, warps have one job each.
 
 One program owns 64 * WG query rows of one head. A producer warp issues every copy; WG consumer warp groups own 64 rows
-each and take turns: while one fills the tensor cores, another does its exponentials. The slots of K and V go round.
+each, which drift apart or take turns: while one fills the tensor cores, another does its exponentials. The slots of K and V go round.
 """
 
 from triton.experimental import gluon

@@ -9,6 +9,7 @@ from ladder.step06_paged.attention import processors
 from ladder.step07_dflash1.attention import arch, prefill_config
 
 RUNG = "step08_dflash2"
+OPTIONS = ("windows", "softcap", "sinks", "right", "page_size", "ragged", "return_lse")  # of explain and warmup
 
 
 @functools.lru_cache(maxsize=4096)
@@ -71,13 +72,11 @@ def explain(
         A few sentences, one a line. Nothing is launched.
 
     Raises:
-        TypeError, ValueError: naming the argument, what came and what is wanted.
+        TypeError, ValueError: naming the argument, what came and what is wanted. NotImplementedError: head sizes above 256.
     """
     device = _device(device)
     _check_problem("problem", problem)
-    check_flag(RUNG, "sinks", sinks)
-    check_flag(RUNG, "ragged", ragged)
-    page_size = check_integer(RUNG, "page_size", page_size, 0)
+    page_size = _check_layout(sinks, ragged, page_size)
     if hasattr(problem, "q_len"):
         return _explain_decode(problem, windows, softcap, sinks, device)
     p, paged = problem, page_size > 0
@@ -148,13 +147,21 @@ def _explain_decode(p, windows, softcap, sinks, device):
         decode._reach(windows, p.q_len), None,
     )  # fmt: skip
     tiles, rows = plan.config, p.q_len * (p.Hq // p.Hkv)
-    if not p.latent and not words and hopper_code(device) is not None and hopper_decode.pays(p.D, rows, p.page_size):
-        q, cache = torch.empty(1, p.q_len, p.Hq, p.D, dtype=dtype, device="meta"), torch.empty(1, p.page_size, p.Hkv, p.D, dtype=dtype, device="meta")
-        if p.D == p.Dv and hopper_decode.supports_decode(q, cache, cache, q, scale=1.0) is None:
-            return "\n".join([*lines, *hopper_decode.describe_decode(p, processors)])
+    hopper, why = hopper_code(device), None
+    if hopper is not None:
+        q, out = (torch.empty(1, p.q_len, p.Hq, n, dtype=dtype, device="meta") for n in (p.D, p.Dv))
+        cache = torch.empty(1, p.page_size, p.Hkv, p.D, dtype=dtype, device="meta")
+        masks = dict(scale=1.0, windows=windows, softcap=softcap)
+        if p.latent:
+            why = hopper.supports_mla(q, cache[:, :, 0], out, **masks)
+        elif not hopper_decode.pays(p.D, rows, p.page_size):
+            why = f"heads of {p.D} in pages of {p.page_size} are faster with this one"
+        else:
+            why = hopper_decode.supports_decode(q, cache, cache[..., : p.Dv], out, **masks)
+        if why is None:
+            return "\n".join([*lines, *(hopper.describe_mla if p.latent else hopper_decode.describe_decode)(p, processors)])
     where = f"sm_{arch(device)}" if device.type == "cuda" else "Triton's interpreter, with a Hopper's tiles"
-    lines.append(f"Kernel: dflash2_decode, portable Triton, on {where}"
-                 + (", or Gluon's for sm_90 where that takes the tensors." if hopper_code(device) is not None else "."))  # fmt: skip
+    lines.append(f"Kernel: dflash2_decode, portable Triton, on {where}" + (f", because of sm_90's kernel: {why}." if why else "."))
     lines.append(f"Tiles: {tiles['BLOCK_M']} rows for the {rows} of a KV head ({p.q_len} tokens x {p.Hq // p.Hkv} heads), so K and V are read "
                  f"{plan.row_tiles} x, by {tiles['BLOCK_N']} keys, {tiles['num_warps']} warps, {tiles['num_stages']} stages.")  # fmt: skip
     programs = p.Hkv * plan.row_tiles * plan.num_slots
@@ -199,8 +206,11 @@ def warmup(shapes, device=None):
         _check_problem("shapes", problem)
         if not isinstance(options, dict):
             raise TypeError(f"{RUNG}: shapes holds options {options!r}; want a dict with keywords of explain")
-        if hasattr(problem, "q_len"):
-            _warm_decode(problem, options, device)
+        if unknown := sorted(set(options) - set(OPTIONS)):
+            raise TypeError(f"{RUNG}: shapes holds the option {unknown[0]!r}; want some of {', '.join(OPTIONS)}")
+        _check_layout(options.get("sinks", False), options.get("ragged", False), options.get("page_size", 0))
+        if hasattr(problem, "q_len"):  # its pages are its own, and its mask ends at its last token
+            _warm_decode(problem, {k: v for k, v in options.items() if k not in ("right", "page_size", "ragged")}, device)
         else:
             _warm_prefill(problem, device, **options)
         launches += 1
@@ -269,6 +279,20 @@ def _check_problem(name, problem):
             f"{RUNG}: {name} {'is' if name == 'problem' else 'holds'} a {type(problem).__name__}, which has no {missing[0]}; "
             "want an AttentionProblem or a DecodeProblem"
         )
+
+
+    for field, least in (("B", 0), ("Hq", 1), ("Hkv", 1), ("D", 1), ("Dv", 1), ("Sq", 0), ("Sk", 0), ("q_len", 1)):
+        if hasattr(problem, field):
+            check_integer(RUNG, f"{name}.{field}", getattr(problem, field), least)
+    if max(problem.D, problem.Dv) > 256 and not getattr(problem, "latent", False):
+        raise NotImplementedError(f"{RUNG}: head sizes {problem.D}/{problem.Dv}; want at most 256")
+
+
+def _check_layout(sinks, ragged, page_size):
+    """``page_size`` as an integer, once these options of a call are what they should be."""
+    check_flag(RUNG, "sinks", sinks)
+    check_flag(RUNG, "ragged", ragged)
+    return check_integer(RUNG, "page_size", page_size, 0)
 
 
 def _device(device):
