@@ -286,7 +286,7 @@ def test_our_table_stands_beside_the_articles():
     assert "Not recorded yet" in end_to_end.long_table(doc).data
     fuller = document([*rows, row(V1, ttft_ms=400.0, itl_ms=10.0, tok_s=700.0, peak_bytes=120e9), row(OURS, ins=32768, outs=16, many=1, ttft_ms=1500.0, peak_bytes=35e9)])
     assert "40 to 32 GB" in end_to_end.results_table(fuller).data, "a run that fills the card does not say what the work needs"
-    assert f"| 32,768, 16, 1 | {end_to_end.implementation_title(OURS)} | 1,500 | 35 GB |" in end_to_end.long_table(fuller).data
+    assert f"| 32,768, 16, 1 | {end_to_end.implementation_title(OURS)} | 32,768 | 1,500 | 35 GB |" in end_to_end.long_table(fuller).data
     dense = end_to_end.dense_table(doc).data
     assert "| mla-dense | 512, 128, 8 | 30 to 30 ms (1.00 x) | 3 to 2.9 ms (1.03 x) |" in dense and "| deepseek-v2-lite |" in dense
 
