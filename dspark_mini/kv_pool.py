@@ -87,7 +87,7 @@ class KVPool:
         for page in shared:  # first, so that eviction cannot take them
             self._refs[page] += 1
         try:
-            own = self._take(-(-tokens // self.page_size) - len(shared))
+            own = self._take(-(-tokens // self.page_size) - len(shared), shared)
         except OutOfPages:
             self._drop(shared)
             raise
@@ -198,18 +198,22 @@ class KVPool:
             raise ValueError(f"sequence {sequence!r} is not in the pool")
         return self._pages[sequence]
 
-    def _cached(self):
-        used = {page for pages in self._pages.values() for page in pages}
+    def _cached(self, held=()):
+        """How many pages would become free if every prefix went, with the pages of sequences and ``held`` in use."""
+        used = {page for pages in self._pages.values() for page in pages}.union(held)
         return len({page for pages, _ in self._prefixes.values() for page in pages} - used)
 
-    def _take(self, count):
-        """Pop `count` free pages, evicting prefixes that nobody uses if needed; all or nothing."""
-        if count > len(self._free) + self._cached():
+    def _take(self, count, held=()):
+        """Pop `count` free pages, evicting prefixes that nobody uses if needed; all or nothing.
+
+        held: pages of a sequence that is not there yet, which no eviction frees.
+        """
+        if count > len(self._free) + self._cached(held):
             raise OutOfPages(
-                f"{count} pages wanted, {len(self._free)} free and {self._cached()} held for unused prefixes"
+                f"{count} pages wanted, {len(self._free)} free and {self._cached(held)} held for unused prefixes"
             )
         while count > len(self._free):
-            used = {page for pages in self._pages.values() for page in pages}
+            used = {page for pages in self._pages.values() for page in pages}.union(held)
             victim = next(
                 p for p, (pages, _) in self._prefixes.items() if not pages or not used >= set(pages)
             )

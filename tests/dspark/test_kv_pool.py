@@ -161,3 +161,17 @@ def test_misuse_is_named():
             call()
     with pytest.raises(OutOfPages, match="5 pages wanted"):
         pool.allocate("c", 20)
+
+
+def test_pages_of_the_prefix_that_a_sequence_takes_are_not_counted_as_free():
+    """A prefix that only the newcomer uses frees nothing by being evicted: out of pages, not out of victims."""
+    pool = KVPool(4, 4)
+    pool.allocate("a", 8)
+    pool.cache_prefix("p", "a", 8)
+    pool.free("a")
+    pool.allocate("b", 4)  # 1 page is free, 2 lie in the prefix
+    before = pool.stats()
+    with pytest.raises(OutOfPages, match="2 pages wanted, 1 free and 0 held"):
+        pool.allocate("c", 16, prefix="p")
+    assert pool.stats() == before
+    assert pool.allocate("c", 12, prefix="p")[1] == 8
