@@ -1,7 +1,9 @@
 """``python -m ladder``: climb every rung: parity, speed, memory, share of this machine's limit, in one table."""
 
 import argparse
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import torch
@@ -83,31 +85,43 @@ def main(argv=None):
         device, shapes=args.shape, lengths=args.seqlen, masks=masks, dtype=args.dtype, quick=args.quick, record=args.record
     )
 
-    rows, all_ok = [], True
+    rows, all_ok, left = [], True, list(chosen)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("measuring this machine's limits", total=len(chosen) * len(args.rungs) + 1)
-        limits = roofline.measure_limits(device, quick=not args.record)
-        machine = results.machine(device)
-        console.print(
-            f"{machine['gpu'] or 'CPU ' + machine['cpu']}, torch {machine['torch']}, triton {machine['triton']}: "
-            f"matrix product {_rate(limits.matmul_tflops * 1e12, 'FLOP/s')}, read {_rate(limits.read_tbs * 1e12, 'B/s')}, "
-            f"copy {_rate(limits.copy_tbs * 1e12, 'B/s')}"
-        )
-        progress.advance(task)
-        for problem in chosen:
-            progress.update(task, description=problem.label())
-            steps = climb.climb(
-                problem, args.rungs, device, with_peers=not args.no_peers,
-                budget_ms=300.0 if device.type == "cuda" else 100.0,
-                on_step=lambda step: progress.advance(task) if step.is_rung else None,
-            )  # fmt: skip
-            console.print()
-            console.print(climb.table(problem, steps, limits))
-            rows += [step.row for step in steps]
-            all_ok &= all(step.ok for step in steps if step.is_rung)
+    listens = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if listens else None  # stopped either way, what is measured is kept
+    try:
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("measuring this machine's limits", total=len(chosen) * len(args.rungs) + 1)
+            limits = roofline.measure_limits(device, quick=not args.record)
+            machine = results.machine(device)
+            console.print(
+                f"{machine['gpu'] or 'CPU ' + machine['cpu']}, torch {machine['torch']}, triton {machine['triton']}: "
+                f"matrix product {_rate(limits.matmul_tflops * 1e12, 'FLOP/s')}, read {_rate(limits.read_tbs * 1e12, 'B/s')}, "
+                f"copy {_rate(limits.copy_tbs * 1e12, 'B/s')}"
+            )
+            progress.advance(task)
+            for problem in chosen:
+                progress.update(task, description=problem.label())
+                steps = climb.climb(
+                    problem, args.rungs, device, with_peers=not args.no_peers,
+                    budget_ms=300.0 if device.type == "cuda" else 100.0,
+                    on_step=lambda step: progress.advance(task) if step.is_rung else None,
+                )  # fmt: skip
+                console.print()
+                console.print(climb.table(problem, steps, limits))
+                rows += [step.row for step in steps]
+                all_ok &= all(step.ok for step in steps if step.is_rung)
+                del left[0]
+    except KeyboardInterrupt:
+        print(f"interrupted: {len(left)} of {len(chosen)} problems are not measured", file=sys.stderr)
+        if not rows:
+            return 130
+    finally:
+        if listens:
+            signal.signal(signal.SIGTERM, before)
 
-    doc = results.document(rows, device=device, limits=limits)
+    partial = {"complete": False, "not_run": [problem.label() for problem in left]} if left else {}
+    doc = results.document(rows, device=device, limits=limits, **partial)
     try:
         if args.json:
             results.write(doc, args.json)
@@ -120,7 +134,7 @@ def main(argv=None):
         return 2
     if not all_ok:
         print("some rung failed parity; see FAIL above", file=sys.stderr)
-    return 0 if all_ok else 1
+    return 130 if left else 0 if all_ok else 1
 
 
 def _rate(value, unit):

@@ -158,3 +158,23 @@ def test_progress_is_reported_rung_by_rung():
     problem = AttentionProblem(Hq=1, Hkv=1, Sq=8, Sk=8, D=16, Dv=16)
     climb.climb(problem, rungs.parse("1-3"), torch.device("cpu"), with_peers=False, on_step=lambda s: seen.append(s.impl))
     assert seen == ["step01_naive", "step02_tiled", "step03_online_softmax"]
+
+
+@pytest.mark.parametrize("done", (0, 1))
+def test_an_interrupted_climb_keeps_the_problems_that_were_measured(known_limits, monkeypatch, tmp_path, capsys, done):
+    real, seen = climb.climb, []
+
+    def stops(*args, **kwargs):
+        if len(seen) == done:
+            raise KeyboardInterrupt
+        seen.append(1)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(climb, "climb", stops)
+    file = tmp_path / "climb.json"
+    assert cli.main([*TINY[:2], "--seqlen", "24", "40", *TINY[4:], "--rungs", "1", "--no-peers", "--json", str(file)]) == 130
+    assert f"{2 - done} of 2 problems are not measured" in capsys.readouterr().err
+    assert file.exists() == bool(done)
+    if done:
+        doc = results.load(file)
+        assert doc["complete"] is False and len(doc["not_run"]) == 1 and len(doc["rows"]) == 1

@@ -14,7 +14,7 @@ from test_imports import WITHOUT_TRITON, python
 
 import ladder.step08_dflash2 as step08
 from ladder.lab.decode import DecodeProblem
-from ladder.lab.problem import AttentionProblem
+from ladder.lab.problem import MINILM, AttentionProblem
 from ladder.step08_dflash2 import (
     RangeWindows,
     dflash2_attention,

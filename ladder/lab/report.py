@@ -62,7 +62,8 @@ def ladder_table(doc):
         f"{doc['machine']['triton']}, commit {doc['commit']}, by `{doc['command']}`. Limits measured in the same run: "
         f"{limits['matmul_tflops']:.0f} TFLOP/s matrix product, {limits['read_tbs']:.2f} TB/s read. "
         "Moved: bytes that the kernels load and store, counted from the algorithm. "
-        f"Peak memory: on top of the inputs.{later}",
+        f"Peak memory: on top of the inputs.{later}"
+        + ("" if doc.get("complete", True) else f" The run was cut short: {len(doc['not_run'])} problems are missing."),
     ]
     return "\n".join(lines)
 
