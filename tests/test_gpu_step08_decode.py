@@ -30,6 +30,10 @@ PROBLEMS = {
     "eight of 4k": DecodeProblem(B=8),
     "64 of 4k": DecodeProblem(B=64),
     "ragged": DecodeProblem(B=64, lengths=RAGGED, max_context=16384),
+    "splits to the nearest": DecodeProblem(Hkv=2, Hq=8, context=1920),
+    "very long": DecodeProblem(B=16, lengths=(131072, *[1024] * 15), max_context=131072),
+    "very long, 4 tokens": DecodeProblem(B=9, lengths=(100, 131072, *[100] * 7), max_context=131072, q_len=4),
+    "12 of 3000": DecodeProblem(B=12, context=3000),
     "one long": DecodeProblem(B=33, lengths=(60000, *range(1, 33)), max_context=65536),
     "4 new tokens": DecodeProblem(B=8, lengths=RAGGED[:8], max_context=16384, q_len=4),
     "16 new tokens": DecodeProblem(B=3, lengths=(9, 5000, 16384), q_len=16),
@@ -38,6 +42,7 @@ PROBLEMS = {
     **{f"group of {g}": DecodeProblem(B=3, Hq=2 * g, Hkv=2, lengths=(1, 3000, 77), max_context=4096) for g in (1, 3, 6, 7, 8, 40)},
     "MLA 16 heads": DecodeProblem(B=3, Hq=16, lengths=(5000, 1, 8191), max_context=8192, **LATENT),
     "MLA 16 heads, 2 tokens": DecodeProblem(B=3, Hq=16, q_len=2, lengths=(5000, 1, 8191), max_context=8192, **LATENT),
+    "MLA 128 heads, splits to the nearest": DecodeProblem(B=3, Hq=128, context=2944, **LATENT),
     "MLA 128 heads": DecodeProblem(B=3, Hq=128, lengths=(5000, 1, 8191), max_context=8192, **LATENT),
 }
 

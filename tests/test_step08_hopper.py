@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 from unittest import mock
@@ -11,7 +12,7 @@ import torch
 
 from ladder.lab import compile_matrix
 from ladder.lab.problem import AttentionProblem
-from ladder.step08_dflash2 import RangeWindows, eager, explain, hopper
+from ladder.step08_dflash2 import RangeWindows, eager, explain, hopper, hopper_decode
 
 BF16 = torch.bfloat16
 
@@ -144,6 +145,41 @@ def test_mla_gives_a_small_batch_to_the_whole_chip():
     assert (row_tiles, found) == (1, True) and slots >= 128
     assert hopper.plan_mla(8, 128, 4096, 132, 3)[:4] == (2, False, 24, 3)
     assert hopper.plan_mla(4, 16, 64, 132, None)[1:3] == (False, 4)
+
+
+def splits_of(tiles, chunk):
+    return max(1, (2 * tiles + chunk) // (2 * chunk))
+
+
+def slots_in_use(lengths, target, most, min_tiles, fine):
+    """Slots of a KV head's row tile as ``dflash2_decode_cut`` finds them on the device."""
+    tiles = [-(-n // 64) for n in lengths]
+    total, longest, batch = sum(tiles), max(tiles), len(tiles)
+    mean = -(-total // batch)
+    wanted = most if batch > 1 and longest * 4 > mean * 5 else target
+    chunk = max(min_tiles, -(-total // wanted))
+    if batch == 1 or longest * batch != total:
+        return sum(splits_of(n, chunk) for n in tiles)
+    each = splits_of(longest, chunk)
+    last = min(batch // 4, target) if fine > 1 else 0
+    return (batch - last) * each + last * splits_of(longest, max(min_tiles, -(-longest // (each * fine))))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_split_that_the_device_makes_has_a_slot(seed):
+    """Else parts of two heads would share memory. Lengths up to the last page, equal and not."""
+    draw = random.Random(seed)
+    for _ in range(2000):
+        batch, rows, heads = draw.choice((1, 2, 3, 8, 40, 64, 300)), draw.choice((1, 4, 16, 128)), draw.choice((1, 2, 8))
+        capacity = 64 * draw.choice((draw.randrange(1, 60), draw.randrange(1, 2100)))
+        lengths = [capacity] * batch if draw.random() < 0.5 else [draw.randrange(capacity + 1) for _ in range(batch)]
+        lengths = [capacity, *[draw.randrange(99)] * (batch - 1)] if draw.random() < 0.2 else lengths
+        _, found, slots, _, target, most = hopper_decode.plan_decode(batch, rows, heads, capacity, 132, None)
+        if found:
+            assert slots_in_use(lengths, target, most, hopper_decode.MIN_TILES, hopper_decode.FINE) <= slots, (lengths, rows, heads)
+        _, found, slots, _, target, most = hopper.plan_mla(batch, rows, capacity, 132, None, hopper.mla_design(rows)[1])
+        if found:
+            assert slots_in_use(lengths, target, most, hopper.MLA_MIN_TILES, 1) <= slots, (lengths, rows)
 
 
 def test_mla_takes_the_rows_as_columns_where_they_are_few():

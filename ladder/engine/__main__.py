@@ -55,7 +55,7 @@ def parse_args(argv=None):
     measure.add_argument("--input-len", type=int, default=4096)
     measure.add_argument("--output-len", type=int, default=512)
     measure.add_argument("--concurrency", type=int, default=8)
-    measure.add_argument("--repeats", type=int, default=1, help="measure so often and keep the fastest")
+    measure.add_argument("--repeats", type=int, default=1, help="measure so often and take the median of each number")
     measure.add_argument("--fit", action="store_true", help="size the KV pool for exactly these requests: peak memory is then what they need")
     measure.add_argument("--with-transformers", action="store_true", help="also measure Hugging Face transformers in this run")
     measure.add_argument("--memory-table", action="store_true", help="most concurrent requests at memory fractions")

@@ -10,6 +10,7 @@ L2_BYTES = 32 << 20  # of the 50 MB: K and V of the heads that run side by side
 WIDTHS = ((64, (64, 0)), (96, (64, 32)), (128, (128, 0)), (192, (128, 64)), (256, (256, 0)))  # as tiles: powers of two
 MAX_SPLITS = 32
 SHORT = 2048  # queries
+PAGED_REGS = dict(CONSUMER_REGS=232, PRODUCER_REGS=40)
 
 
 @functools.cache
@@ -153,7 +154,10 @@ def plan_prefill(
     longest = (longest or seqlen_q) if ragged else seqlen_q
     # Measured: without a mask, groups of 128 columns drift apart by themselves; of 256, under one.
     turns = right is not None if width == 128 else right is None if width == 256 else True
-    chosen = {"DYNAMIC": True, "TURNS": turns, "K_AHEAD": True, **config_for(width, width_v, longest <= SHORT), **dict(config or ())}
+    chosen = {"DYNAMIC": True, "TURNS": turns, "K_AHEAD": True, **config_for(width, width_v, longest <= SHORT)}
+    if paged and chosen["WG"] == 2:  # pages are looked up in registers of the producer's
+        chosen |= PAGED_REGS
+    chosen |= dict(config or ())
     section, grid, block_m = chosen.pop("section", None), chosen.pop("grid", None), 64 * chosen["WG"]
     num_m = filled = -(-seqlen_q // block_m)
     if ragged:  # one tile more for each sequence but the last, which stands empty where a length is whole tiles: not counted for splits
@@ -308,6 +312,11 @@ def _describe_rows(x, rows, columns):
     return descriptor
 
 
+def most_splits(tiles, min_tiles):
+    """Splits of a sequence of so many tiles when cut as finely as allowed: to the nearest, as the device does it."""
+    return max(1, (2 * tiles + min_tiles) // (2 * min_tiles))
+
+
 @functools.lru_cache(maxsize=1024)
 def plan_mla(batch, rows, capacity, processors, num_kv_splits, tile=MLA_TILE):
     """(row tiles, found on the device, slots, splits of a sequence when not, target, most): see ``decode_kernel.dflash2_chunk``."""
@@ -316,7 +325,7 @@ def plan_mla(batch, rows, capacity, processors, num_kv_splits, tile=MLA_TILE):
     most = 2 * target
     if num_kv_splits is not None:
         return row_tiles, False, batch * num_kv_splits, num_kv_splits, target, most
-    of_one = max(1, -(-capacity // MLA_TILE) // MLA_MIN_TILES)
+    of_one = most_splits(-(-capacity // MLA_TILE), MLA_MIN_TILES)
     if of_one == 1 or batch >= 2 * target:
         return row_tiles, of_one > 1, batch if of_one == 1 else batch + most, 1, target, most
     return row_tiles, True, min(batch * of_one, most + batch), 1, target, most

@@ -6,11 +6,12 @@ import torch
 
 from ladder.step05_fused.attention import LOG2_E
 
-from .hopper import _counter, _describe, _processors
+from .hopper import _counter, _describe, _processors, most_splits
 
 TILE = 64  # rows, and keys
 MIN_TILES = 4  # fewer keys are read faster than their partial result is merged
 MOST = 12  # works a processor where one sequence stands out, so that the others' fill in beside it
+FINE = 4  # the last quarter of a batch of equal lengths is cut so much finer, so that programs end together
 STAGES = {64: 3, 128: 2}  # tiles of K and of V under way in each of two programs a processor: more read slower, see TUNING.md
 MAXNREG = 128  # and its registers
 
@@ -54,7 +55,7 @@ def plan_decode(batch, rows, num_kv_heads, capacity, processors, num_kv_splits):
     most = max(target, MOST * processors // tasks)
     if num_kv_splits is not None:
         return row_tiles, False, batch * num_kv_splits, num_kv_splits, target, most
-    of_one = max(1, -(-capacity // TILE) // MIN_TILES)
+    of_one = most_splits(-(-capacity // TILE), MIN_TILES)
     if of_one == 1 or batch == 1 and target == 1:
         return row_tiles, False, batch, 1, target, most
     return row_tiles, True, min(batch * of_one, (target if batch == 1 else most + batch)), 1, target, most
@@ -102,7 +103,7 @@ def launch_decode(q, k_cache, v_cache, block_table, seq_lens, out, lse, *, scale
         if workspace.partials.device != device:
             raise ValueError(f"step08_dflash2: workspace is on {workspace.partials.device}; want a DecodeWorkspace on {device}")
         part_rows = num_kv_heads * slots * rows
-        groups = batch * num_kv_heads * row_tiles
+        groups = num_kv_heads * slots * row_tiles
         workspace.reserve(part_rows * (head_dim + 1), groups + 1)
         part_out, part_lse, arrivals = workspace.partials, workspace.partials[part_rows * head_dim :], workspace.counters
         tickets = arrivals[groups:]
@@ -117,7 +118,7 @@ def launch_decode(q, k_cache, v_cache, block_table, seq_lens, out, lse, *, scale
             _counter(device) if tickets is None else tickets,
             *q.stride()[:3], *out.stride()[:3], block_table.stride(0),
             batch, num_kv_heads, q_len, *numbers, q_len if right is None else right, abs(scale) * LOG2_E,
-            GROUP=group, D=head_dim, PAGE=page_size, STAGES=STAGES[head_dim], FOUND=found, BLOCK_B=block_b, NEGATIVE=scale < 0,
+            GROUP=group, D=head_dim, PAGE=page_size, STAGES=STAGES[head_dim], FOUND=found, BLOCK_B=block_b, FINE=FINE, NEGATIVE=scale < 0,
             HAS_SINKS=sinks is not None, HAS_LSE=lse is not None, MERGE_ROWS=4 if rows <= 4 else 8,
             DT=gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16, num_warps=4, maxnreg=MAXNREG,
         )  # fmt: skip

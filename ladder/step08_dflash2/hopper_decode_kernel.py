@@ -50,12 +50,19 @@ def dflash2_decode_add(a, b):
 
 
 @gluon.jit
-def dflash2_decode_cut(seq_lens_ptr, batch, capacity, target, most, min_tiles, num_splits, FOUND: gl.constexpr, BLOCK_B: gl.constexpr):
-    """(tiles of a split, slots in use, splits of every sequence where all have as many tiles, else 0): how the batch is cut, as
-    ``decode_kernel.dflash2_chunk`` does it. One warp's work.
+def dflash2_decode_cut(
+    seq_lens_ptr, batch, capacity, target, most, min_tiles, num_splits, FOUND: gl.constexpr, BLOCK_B: gl.constexpr, FINE: gl.constexpr
+):  # fmt: skip
+    """How the batch is cut, as ``decode_kernel.dflash2_chunk`` does it. One warp's work.
+
+    Returns (tiles of a split, slots in use, each, coarse, fine). Where all sequences have as many tiles, the first ``coarse`` of
+    them have ``each`` splits and the others ``fine``: the last works are FINE times smaller, so that programs end together. Else
+    each is 0.
     """
     chunk = 1
     each = 0
+    coarse = batch
+    fine = 1
     slots = batch * num_splits
     if FOUND and BLOCK_B == 1:
         tiles = dflash2_decode_tiles(gl.load(seq_lens_ptr), capacity)
@@ -75,18 +82,23 @@ def dflash2_decode_cut(seq_lens_ptr, batch, capacity, target, most, min_tiles, n
         chunk = gl.maximum(min_tiles, (total + wanted - 1) // wanted)
         if longest * batch == total:  # no need to look at each
             each = dflash2_decode_splits(longest, chunk)
-            slots = each * batch
+            if FINE > 1:
+                coarse = batch - gl.minimum(batch // 4, target)
+                fine = dflash2_decode_splits(longest, gl.maximum(min_tiles, (longest + each * FINE - 1) // (each * FINE)))
+            slots = coarse * each + (batch - coarse) * fine
         else:
             slots = 0
             for first in range(0, batch, BLOCK_B):
                 b = first + gl.arange(0, BLOCK_B, LAYOUT)
                 tiles = dflash2_decode_tiles(gl.load(seq_lens_ptr + b, mask=b < batch, other=0), capacity)
                 slots += gl.sum(gl.where(b < batch, dflash2_decode_splits(tiles, chunk), 0), 0)
-    return chunk, slots, each
+    return chunk, slots, each, coarse, fine
 
 
 @gluon.jit
-def dflash2_decode_find(slot, chunk, each, seq_lens_ptr, batch, capacity, num_splits, FOUND: gl.constexpr, BLOCK_B: gl.constexpr):
+def dflash2_decode_find(
+    slot, chunk, each, coarse, fine, seq_lens_ptr, batch, capacity, num_splits, FOUND: gl.constexpr, BLOCK_B: gl.constexpr
+):  # fmt: skip
     """(sequence, split, splits of it, its length) of a slot in use."""
     if FOUND and BLOCK_B == 1:
         seq = slot * 0
@@ -97,9 +109,14 @@ def dflash2_decode_find(slot, chunk, each, seq_lens_ptr, batch, capacity, num_sp
         LAYOUT: gl.constexpr = gl.BlockedLayout([BLOCK_B // 32], [32], [1], [0])
         seq = 0
         before = 0
+        splits = 1
         if each > 0:
-            seq = slot // each
-            before = seq * each
+            late = slot >= coarse * each
+            splits = gl.where(late, fine, each)
+            before = gl.where(late, coarse * each, 0)
+            nth = (slot - before) // splits
+            seq = gl.where(late, coarse, 0) + nth
+            before += nth * splits
         else:
             used = 0
             for first in range(0, batch, BLOCK_B):
@@ -112,7 +129,8 @@ def dflash2_decode_find(slot, chunk, each, seq_lens_ptr, batch, capacity, num_sp
                 used += gl.sum(wants, 0)
         length = gl.load(seq_lens_ptr + seq)
         split = slot - before
-        splits = dflash2_decode_splits(dflash2_decode_tiles(length, capacity), chunk)
+        if each == 0:
+            splits = dflash2_decode_splits(dflash2_decode_tiles(length, capacity), chunk)
     else:
         seq = slot // num_splits
         split = slot % num_splits
@@ -164,10 +182,12 @@ def dflash2_decode_copy(desc, smem, full, slot, pages, kv_head, tile, D: gl.cons
 def dflash2_decode_produce(
     k_desc, v_desc, k_smem, v_smem, k_full, v_full, work_smem, work_full, work_free, pages_ptr, seq_lens_ptr, counter_ptr,
     stride_pages, batch, num_kv_heads, row_tiles, capacity, num_splits, target, most, min_tiles,
-    D: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, FOUND: gl.constexpr, BLOCK_B: gl.constexpr,
+    D: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, FOUND: gl.constexpr, BLOCK_B: gl.constexpr, FINE: gl.constexpr,
 ):  # fmt: skip
     anchor = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    chunk, slots, each = dflash2_decode_cut(seq_lens_ptr, batch, capacity, target, most, min_tiles, num_splits, FOUND, BLOCK_B)
+    chunk, slots, each, coarse, fine = dflash2_decode_cut(
+        seq_lens_ptr, batch, capacity, target, most, min_tiles, num_splits, FOUND, BLOCK_B, FINE
+    )  # fmt: skip
     heads = num_kv_heads * row_tiles  # tiles that share keys run side by side, then heads that are neighbours in memory
     num_work = slots * heads
     t = gl.program_id(0)
@@ -178,7 +198,7 @@ def dflash2_decode_produce(
     splits = 1
     length = 0
     if t < num_work:
-        seq, split, splits, length = dflash2_decode_find(t // heads, chunk, each, seq_lens_ptr, batch, capacity, num_splits, FOUND, BLOCK_B)
+        seq, split, splits, length = dflash2_decode_find(t // heads, chunk, each, coarse, fine, seq_lens_ptr, batch, capacity, num_splits, FOUND, BLOCK_B)
     dflash2_decode_tell(work_smem, work_full, work_free, turn, t, seq, split, splits, length)
     while seq >= 0:
         kv_head = t % heads // row_tiles
@@ -204,7 +224,7 @@ def dflash2_decode_produce(
         t = ticket + gl.num_programs(0)
         seq = -1
         if t < num_work:
-            seq, split, splits, length = dflash2_decode_find(t // heads, chunk, each, seq_lens_ptr, batch, capacity, num_splits, FOUND, BLOCK_B)
+            seq, split, splits, length = dflash2_decode_find(t // heads, chunk, each, coarse, fine, seq_lens_ptr, batch, capacity, num_splits, FOUND, BLOCK_B)
         turn += 1
         dflash2_decode_tell(work_smem, work_full, work_free, turn, t, seq, split, splits, length)
         for tile in range(first + STAGES, last):
@@ -218,16 +238,59 @@ def dflash2_decode_produce(
 
 
 @gluon.jit
+def dflash2_decode_arrive(anchor, arrivals_ptr, number):
+    """Whether this program is the last of ``number`` to come; it leaves the counter at zero."""
+    dflash2_sync(anchor, MERGE, 128)  # every warp has stored before one thread announces it
+    is_last = gl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu") == number - 1
+    if is_last:
+        gl.store(arrivals_ptr, 0)  # ready for the next launch
+    return is_last
+
+
+@gluon.jit
 def dflash2_decode_merge(
-    part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, first_part, splits, seq, num_kv_heads, kv_head, first_row, q_len,
+    anchor, part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, arrivals_ptr, stride_arrivals, first_part, split, splits,
+    seq, num_kv_heads, kv_head, first_row, q_len,
     stride_om, stride_oh, GROUP: gl.constexpr, D: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, SOME: gl.constexpr, DT: gl.constexpr,
 ):  # fmt: skip
-    """out = sum_s 2^(lse_s - lse) out_s, lse = log2 sum_s 2^lse_s for the rows of one tile, by the last split to finish.
-
-    Splits are added in their order, not in that of arrival: the same bits on every run. They are read past L1 (.cg), which
-    may hold what the workspace was before. A sink is one more split, of no value.
+    """The last split of a sequence to finish merges all; of very many, the last of some neighbours merges those, and the last of
+    these the rest: a long sequence among short ones has over a hundred, which one program would read in turn.
     """
     SPLITS: gl.constexpr = 64 // SOME  # under way together, of SOME rows
+    together = gl.where(splits > 4 * SPLITS, SPLITS, splits)
+    groups = (splits + together - 1) // together
+    start = split // together * together
+    number = gl.minimum(together, splits - start)
+    stride = groups * 0 + 1
+    final = groups == 1
+    mine = dflash2_decode_arrive(anchor, arrivals_ptr + (first_part + start) * stride_arrivals, number)
+    while mine:
+        dflash2_decode_merge_add(
+            anchor, part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, first_part + start, number, stride, final,
+            seq, num_kv_heads, kv_head, first_row, q_len, stride_om, stride_oh, GROUP, D, HAS_SINKS, HAS_LSE, SOME, DT,
+        )  # fmt: skip
+        mine = final == 0
+        if mine:
+            mine = dflash2_decode_arrive(anchor, arrivals_ptr + (first_part + 1) * stride_arrivals, groups)  # no neighbours start there
+            start = start * 0
+            number = groups
+            stride = together
+            final = groups > 1
+
+
+@gluon.jit
+def dflash2_decode_merge_add(
+    anchor, part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, first_part, number, stride, final,
+    seq, num_kv_heads, kv_head, first_row, q_len,
+    stride_om, stride_oh, GROUP: gl.constexpr, D: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, SOME: gl.constexpr, DT: gl.constexpr,
+):  # fmt: skip
+    """Add up ``number`` parts, ``stride`` apart, into the output, or into the first of them: for the rows of one tile,
+    out = sum_s 2^(lse_s - lse) out_s, lse = log2 sum_s 2^lse_s.
+
+    Parts are added in their order, not in that of arrival: the same bits on every run. They are read past L1 (.cg), which
+    may hold what the workspace was before. A sink is one more part, of no value.
+    """
+    SPLITS: gl.constexpr = 64 // SOME
     L3: gl.constexpr = gl.BlockedLayout([SPLITS, 1, D // 32], [1, 1, 32], [1, 4, 1], [2, 1, 0])
     L2: gl.constexpr = gl.SliceLayout(2, L3)
     ROW: gl.constexpr = gl.SliceLayout(0, L2)
@@ -240,13 +303,14 @@ def dflash2_decode_merge(
         top = gl.full([SOME], float("-inf"), gl.float32, ROW)
         total = gl.zeros([SOME], gl.float32, ROW)
         if HAS_SINKS:
-            top = gl.load(sinks_ptr + head, mask=row < rows, other=0.0).to(gl.float32) * 1.4426950408889634
+            logit = gl.load(sinks_ptr + head, mask=row < rows, other=0.0).to(gl.float32) * 1.4426950408889634
+            top = gl.where(final, logit, float("-inf"))
             total = gl.where(top == float("-inf"), 0.0, 1.0)
         acc = gl.zeros([SOME, D], gl.float32, gl.SliceLayout(0, L3))
-        for s in range(0, splits, SPLITS):
-            split = s + gl.arange(0, SPLITS, gl.SliceLayout(1, L2))
-            mask = (split < splits)[:, None] & (row < rows)[None, :]
-            place = first_part + split[:, None].to(gl.int64) * rows + row[None, :]
+        for s in range(0, number, SPLITS):
+            part = s + gl.arange(0, SPLITS, gl.SliceLayout(1, L2))
+            mask = (part < number)[:, None] & (row < rows)[None, :]
+            place = (first_part + part[:, None].to(gl.int64) * stride) * rows + row[None, :]
             lse = gl.load(part_lse_ptr + place, mask=mask, other=float("-inf"), cache_modifier=".cg")
             ptrs = part_out_ptr + gl.expand_dims(place, 2) * D + gl.expand_dims(gl.expand_dims(column, 0), 0)
             out = gl.load(ptrs, mask=gl.expand_dims(mask, 2), other=0.0, cache_modifier=".cg")
@@ -260,11 +324,16 @@ def dflash2_decode_merge(
         total = gl.where(total == 0.0, 1.0, total)
         acc = acc / gl.convert_layout(total, gl.SliceLayout(1, gl.SliceLayout(0, L3)))[:, None]
         o_row = start + gl.arange(0, SOME, gl.SliceLayout(1, gl.SliceLayout(0, L3)))
-        place_o = (o_row // GROUP).to(gl.int64) * stride_om + (kv_head * GROUP + o_row % GROUP).to(gl.int64) * stride_oh
-        gl.store(out_ptr + place_o[:, None] + column[None, :], acc.to(DT), mask=(o_row < rows)[:, None])
-        if HAS_LSE:
-            place_l = (seq.to(gl.int64) * num_kv_heads * GROUP + head) * q_len + row // GROUP
-            gl.store(lse_ptr + place_l, (top + gl.log2(total)) * 0.6931471805599453, mask=row < rows)
+        if final:
+            place_o = (o_row // GROUP).to(gl.int64) * stride_om + (kv_head * GROUP + o_row % GROUP).to(gl.int64) * stride_oh
+            gl.store(out_ptr + place_o[:, None] + column[None, :], acc.to(DT), mask=(o_row < rows)[:, None])
+            if HAS_LSE:
+                place_l = (seq.to(gl.int64) * num_kv_heads * GROUP + head) * q_len + row // GROUP
+                gl.store(lse_ptr + place_l, (top + gl.log2(total)) * 0.6931471805599453, mask=row < rows)
+        else:
+            dflash2_sync(anchor, MERGE, 128)  # all have read what is now written over
+            gl.store(part_out_ptr + (first_part * rows + o_row)[:, None] * D + column[None, :], acc, mask=(o_row < rows)[:, None])
+            gl.store(part_lse_ptr + first_part * rows + row, top + gl.log2(total), mask=row < rows)
 
 
 @gluon.jit
@@ -376,17 +445,14 @@ def dflash2_decode_consume(
                 o_base = out_ptr + seq.to(gl.int64) * stride_ob
                 gl.store(o_base + place_o[:, None] + column_o[None, :], acc.to(DT), mask=(o_row < rows)[:, None])
             else:
-                part = (kv_head * num_slots + slot_of_work).to(gl.int64) * rows
-                gl.store(part_lse_ptr + part + row, row_lse, mask=row < rows)
-                gl.store(part_out_ptr + (part + o_row)[:, None] * D + column_o[None, :], acc, mask=(o_row < rows)[:, None])
-                counter = arrivals_ptr + (seq * num_kv_heads + kv_head) * row_tiles + t % row_tiles
-                dflash2_sync(anchor, MERGE, 128)  # every warp has stored before one thread announces it
-                if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
-                    gl.store(counter, 0)  # ready for the next launch
-                    dflash2_decode_merge(
-                        part_out_ptr, part_lse_ptr, out_ptr + seq.to(gl.int64) * stride_ob, lse_ptr, sinks_ptr, part - split * rows,
-                        splits, seq, num_kv_heads, kv_head, first_row, q_len, stride_om, stride_oh, GROUP, D, HAS_SINKS, HAS_LSE, MERGE_ROWS, DT,
-                    )  # fmt: skip
+                part = (kv_head * num_slots + slot_of_work).to(gl.int64)
+                gl.store(part_lse_ptr + part * rows + row, row_lse, mask=row < rows)
+                gl.store(part_out_ptr + (part * rows + o_row)[:, None] * D + column_o[None, :], acc, mask=(o_row < rows)[:, None])
+                dflash2_decode_merge(
+                    anchor, part_out_ptr, part_lse_ptr, out_ptr + seq.to(gl.int64) * stride_ob, lse_ptr, sinks_ptr,
+                    arrivals_ptr + t % row_tiles, row_tiles, part - split, split, splits, seq, num_kv_heads, kv_head, first_row, q_len,
+                    stride_om, stride_oh, GROUP, D, HAS_SINKS, HAS_LSE, MERGE_ROWS, DT,
+                )  # fmt: skip
         turn += 1
         mbarrier.wait(work_full.index(turn % PLACES), (turn // PLACES) & 1)
         seq = dflash2_field(work_smem, turn % PLACES, 1)
@@ -404,13 +470,14 @@ def dflash2_decode_hopper(
     stride_qb, stride_qm, stride_qh, stride_ob, stride_om, stride_oh, stride_pages,
     batch, num_kv_heads, q_len, capacity, num_slots, num_splits, target, most, min_tiles, right, scale_log2,
     GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, FOUND: gl.constexpr, BLOCK_B: gl.constexpr,
-    NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, MERGE_ROWS: gl.constexpr, DT: gl.constexpr,
+    FINE: gl.constexpr, NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, MERGE_ROWS: gl.constexpr, DT: gl.constexpr,
 ):  # fmt: skip
     """Works of 64 rows (token, head) of one KV group over one split of the sequence's tiles, drawn from a counter by as many
     programs as the chip holds.
 
     The last program to finish a split of a sequence adds them up, MERGE_ROWS rows at a time. A part is the ``rows`` of a work:
-    ``part_out`` (KV heads * num_slots * rows, D) float32 and ``part_lse``, log2.
+    ``part_out`` (KV heads * num_slots * rows, D) float32 and ``part_lse``, log2; ``arrivals`` has a counter for each and row tile.
+    FINE: see ``dflash2_decode_cut``.
     """
     row_tiles = (q_len * GROUP + ROWS - 1) // ROWS
     q_smem = gl.allocate_shared_memory(DT, [ROWS, D], gl.NVMMASharedLayout(128, 16, rank=2))
@@ -437,5 +504,5 @@ def dflash2_decode_hopper(
         (dflash2_decode_produce, (
             k_desc, v_desc, k_smem, v_smem, k_full, v_full, work_smem, work_full, work_free, pages_ptr, seq_lens_ptr, counter_ptr,
             stride_pages, batch, num_kv_heads, row_tiles, capacity, num_splits, target, most, min_tiles,
-            D, PAGE, STAGES, FOUND, BLOCK_B)),
+            D, PAGE, STAGES, FOUND, BLOCK_B, FINE)),
     ], [1], [40])  # fmt: skip
