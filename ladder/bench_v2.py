@@ -399,12 +399,18 @@ print(json.dumps({"seconds_" + name.rstrip("_"): value for name, value in second
 
 
 def run_first_call(bench):
-    """Import, first prefill and first decode in a fresh process: compiled code cached, and with an empty cache."""
+    """Import, first prefill and first decode in a fresh process: compiled code cached, and with an empty cache.
+
+    Python's own bytecode is cached in both, as an installation leaves it; some images have none and forbid to write it.
+    """
     import json
+
+    bytecode = tempfile.TemporaryDirectory()
 
     def one(cache, warm):
         with tempfile.TemporaryDirectory() as folder:
-            env = dict(os.environ, **({"TRITON_CACHE_DIR": folder} if cache == "empty" else {}))
+            env = dict(os.environ, PYTHONPYCACHEPREFIX=bytecode.name, **({"TRITON_CACHE_DIR": folder} if cache == "empty" else {}))
+            env.pop("PYTHONDONTWRITEBYTECODE", None)
             arguments = [bench.device.type, _dtype(bench.dry), "warmup" if warm else "-"]
             root = str(Path(__file__).resolve().parents[1])
             env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
@@ -420,6 +426,7 @@ def run_first_call(bench):
         bench.guard("first call, cache empty", lambda: one("empty", False))
     bench.guard("first call, cache warm", lambda: one("warm", False))
     bench.guard("first call, cache empty, warmup", lambda: one("empty", True))
+    bytecode.cleanup()
 
 
 # Measuring

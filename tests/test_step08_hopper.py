@@ -151,18 +151,14 @@ def splits_of(tiles, chunk):
     return max(1, (2 * tiles + chunk) // (2 * chunk))
 
 
-def slots_in_use(lengths, target, most, min_tiles, fine):
+def slots_in_use(lengths, target, most, min_tiles):
     """Slots of a KV head's row tile as ``dflash2_decode_cut`` finds them on the device."""
     tiles = [-(-n // 64) for n in lengths]
     total, longest, batch = sum(tiles), max(tiles), len(tiles)
     mean = -(-total // batch)
     wanted = most if batch > 1 and longest * 4 > mean * 5 else target
     chunk = max(min_tiles, -(-total // wanted))
-    if batch == 1 or longest * batch != total:
-        return sum(splits_of(n, chunk) for n in tiles)
-    each = splits_of(longest, chunk)
-    last = min(batch // 4, target) if fine > 1 else 0
-    return (batch - last) * each + last * splits_of(longest, max(min_tiles, -(-longest // (each * fine))))
+    return sum(splits_of(n, chunk) for n in tiles)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -176,10 +172,10 @@ def test_every_split_that_the_device_makes_has_a_slot(seed):
         lengths = [capacity, *[draw.randrange(99)] * (batch - 1)] if draw.random() < 0.2 else lengths
         _, found, slots, _, target, most = hopper_decode.plan_decode(batch, rows, heads, capacity, 132, None)
         if found:
-            assert slots_in_use(lengths, target, most, hopper_decode.MIN_TILES, hopper_decode.FINE) <= slots, (lengths, rows, heads)
+            assert slots_in_use(lengths, target, most, hopper_decode.MIN_TILES) <= slots, (lengths, rows, heads)
         _, found, slots, _, target, most = hopper.plan_mla(batch, rows, capacity, 132, None, hopper.mla_design(rows)[1])
         if found:
-            assert slots_in_use(lengths, target, most, hopper.MLA_MIN_TILES, 1) <= slots, (lengths, rows)
+            assert slots_in_use(lengths, target, most, hopper.MLA_MIN_TILES) <= slots, (lengths, rows)
 
 
 def test_mla_takes_the_rows_as_columns_where_they_are_few():

@@ -244,10 +244,6 @@ def transformers_peer(spec, *, input_len, output_len, concurrency, dtype=torch.b
     steps = min(output_len, 128)
     began, times = run(model, steps)
     gaps = [1e3 * (b - a) for a, b in zip(times, times[1:])]
-    measured = runs[0] if runs else {}
-    if len(runs) > 1:
-        measured = {name: round(statistics.median(run[name] for run in runs), 3) for name in measured if name != "output_tokens"}
-        measured |= {"output_tokens": runs[0]["output_tokens"], "repeats": len(runs)}
     row = results.row(
         case(spec, input_len=input_len, output_len=output_len, concurrency=concurrency, dtype=str(dtype).removeprefix("torch."), weights="random"),
         f"transformers_{'grouped_mm' if experts == 'grouped_mm' else 'eager'}",

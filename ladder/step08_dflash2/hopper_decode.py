@@ -11,7 +11,6 @@ from .hopper import _counter, _describe, _processors, most_splits
 TILE = 64  # rows, and keys
 MIN_TILES = 4  # fewer keys are read faster than their partial result is merged
 MOST = 12  # works a processor where one sequence stands out, so that the others' fill in beside it
-FINE = 4  # the last quarter of a batch of equal lengths is cut so much finer, so that programs end together
 STAGES = {64: 3, 128: 2}  # tiles of K and of V under way in each of two programs a processor: more read slower, see TUNING.md
 MAXNREG = 128  # and its registers
 
@@ -118,7 +117,7 @@ def launch_decode(q, k_cache, v_cache, block_table, seq_lens, out, lse, *, scale
             _counter(device) if tickets is None else tickets,
             *q.stride()[:3], *out.stride()[:3], block_table.stride(0),
             batch, num_kv_heads, q_len, *numbers, q_len if right is None else right, abs(scale) * LOG2_E,
-            GROUP=group, D=head_dim, PAGE=page_size, STAGES=STAGES[head_dim], FOUND=found, BLOCK_B=block_b, FINE=FINE, NEGATIVE=scale < 0,
+            GROUP=group, D=head_dim, PAGE=page_size, STAGES=STAGES[head_dim], FOUND=found, BLOCK_B=block_b, NEGATIVE=scale < 0,
             HAS_SINKS=sinks is not None, HAS_LSE=lse is not None, MERGE_ROWS=4 if rows <= 4 else 8,
             DT=gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16, num_warps=4, maxnreg=MAXNREG,
         )  # fmt: skip

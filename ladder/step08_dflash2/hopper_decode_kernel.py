@@ -50,19 +50,12 @@ def dflash2_decode_add(a, b):
 
 
 @gluon.jit
-def dflash2_decode_cut(
-    seq_lens_ptr, batch, capacity, target, most, min_tiles, num_splits, FOUND: gl.constexpr, BLOCK_B: gl.constexpr, FINE: gl.constexpr
-):  # fmt: skip
-    """How the batch is cut, as ``decode_kernel.dflash2_chunk`` does it. One warp's work.
-
-    Returns (tiles of a split, slots in use, each, coarse, fine). Where all sequences have as many tiles, the first ``coarse`` of
-    them have ``each`` splits and the others ``fine``: the last works are FINE times smaller, so that programs end together. Else
-    each is 0.
+def dflash2_decode_cut(seq_lens_ptr, batch, capacity, target, most, min_tiles, num_splits, FOUND: gl.constexpr, BLOCK_B: gl.constexpr):
+    """(tiles of a split, slots in use, splits of every sequence where all have as many tiles, else 0): how the batch is cut, as
+    ``decode_kernel.dflash2_chunk`` does it. One warp's work.
     """
     chunk = 1
     each = 0
-    coarse = batch
-    fine = 1
     slots = batch * num_splits
     if FOUND and BLOCK_B == 1:
         tiles = dflash2_decode_tiles(gl.load(seq_lens_ptr), capacity)
@@ -82,23 +75,18 @@ def dflash2_decode_cut(
         chunk = gl.maximum(min_tiles, (total + wanted - 1) // wanted)
         if longest * batch == total:  # no need to look at each
             each = dflash2_decode_splits(longest, chunk)
-            if FINE > 1:
-                coarse = batch - gl.minimum(batch // 4, target)
-                fine = dflash2_decode_splits(longest, gl.maximum(min_tiles, (longest + each * FINE - 1) // (each * FINE)))
-            slots = coarse * each + (batch - coarse) * fine
+            slots = each * batch
         else:
             slots = 0
             for first in range(0, batch, BLOCK_B):
                 b = first + gl.arange(0, BLOCK_B, LAYOUT)
                 tiles = dflash2_decode_tiles(gl.load(seq_lens_ptr + b, mask=b < batch, other=0), capacity)
                 slots += gl.sum(gl.where(b < batch, dflash2_decode_splits(tiles, chunk), 0), 0)
-    return chunk, slots, each, coarse, fine
+    return chunk, slots, each
 
 
 @gluon.jit
-def dflash2_decode_find(
-    slot, chunk, each, coarse, fine, seq_lens_ptr, batch, capacity, num_splits, FOUND: gl.constexpr, BLOCK_B: gl.constexpr
-):  # fmt: skip
+def dflash2_decode_find(slot, chunk, each, seq_lens_ptr, batch, capacity, num_splits, FOUND: gl.constexpr, BLOCK_B: gl.constexpr):
     """(sequence, split, splits of it, its length) of a slot in use."""
     if FOUND and BLOCK_B == 1:
         seq = slot * 0
@@ -109,14 +97,9 @@ def dflash2_decode_find(
         LAYOUT: gl.constexpr = gl.BlockedLayout([BLOCK_B // 32], [32], [1], [0])
         seq = 0
         before = 0
-        splits = 1
         if each > 0:
-            late = slot >= coarse * each
-            splits = gl.where(late, fine, each)
-            before = gl.where(late, coarse * each, 0)
-            nth = (slot - before) // splits
-            seq = gl.where(late, coarse, 0) + nth
-            before += nth * splits
+            seq = slot // each
+            before = seq * each
         else:
             used = 0
             for first in range(0, batch, BLOCK_B):
@@ -129,8 +112,7 @@ def dflash2_decode_find(
                 used += gl.sum(wants, 0)
         length = gl.load(seq_lens_ptr + seq)
         split = slot - before
-        if each == 0:
-            splits = dflash2_decode_splits(dflash2_decode_tiles(length, capacity), chunk)
+        splits = dflash2_decode_splits(dflash2_decode_tiles(length, capacity), chunk)
     else:
         seq = slot // num_splits
         split = slot % num_splits
@@ -182,12 +164,10 @@ def dflash2_decode_copy(desc, smem, full, slot, pages, kv_head, tile, D: gl.cons
 def dflash2_decode_produce(
     k_desc, v_desc, k_smem, v_smem, k_full, v_full, work_smem, work_full, work_free, pages_ptr, seq_lens_ptr, counter_ptr,
     stride_pages, batch, num_kv_heads, row_tiles, capacity, num_splits, target, most, min_tiles,
-    D: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, FOUND: gl.constexpr, BLOCK_B: gl.constexpr, FINE: gl.constexpr,
+    D: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, FOUND: gl.constexpr, BLOCK_B: gl.constexpr,
 ):  # fmt: skip
     anchor = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    chunk, slots, each, coarse, fine = dflash2_decode_cut(
-        seq_lens_ptr, batch, capacity, target, most, min_tiles, num_splits, FOUND, BLOCK_B, FINE
-    )  # fmt: skip
+    chunk, slots, each = dflash2_decode_cut(seq_lens_ptr, batch, capacity, target, most, min_tiles, num_splits, FOUND, BLOCK_B)
     heads = num_kv_heads * row_tiles  # tiles that share keys run side by side, then heads that are neighbours in memory
     num_work = slots * heads
     t = gl.program_id(0)
@@ -198,7 +178,7 @@ def dflash2_decode_produce(
     splits = 1
     length = 0
     if t < num_work:
-        seq, split, splits, length = dflash2_decode_find(t // heads, chunk, each, coarse, fine, seq_lens_ptr, batch, capacity, num_splits, FOUND, BLOCK_B)
+        seq, split, splits, length = dflash2_decode_find(t // heads, chunk, each, seq_lens_ptr, batch, capacity, num_splits, FOUND, BLOCK_B)
     dflash2_decode_tell(work_smem, work_full, work_free, turn, t, seq, split, splits, length)
     while seq >= 0:
         kv_head = t % heads // row_tiles
@@ -224,7 +204,7 @@ def dflash2_decode_produce(
         t = ticket + gl.num_programs(0)
         seq = -1
         if t < num_work:
-            seq, split, splits, length = dflash2_decode_find(t // heads, chunk, each, coarse, fine, seq_lens_ptr, batch, capacity, num_splits, FOUND, BLOCK_B)
+            seq, split, splits, length = dflash2_decode_find(t // heads, chunk, each, seq_lens_ptr, batch, capacity, num_splits, FOUND, BLOCK_B)
         turn += 1
         dflash2_decode_tell(work_smem, work_full, work_free, turn, t, seq, split, splits, length)
         for tile in range(first + STAGES, last):
@@ -470,14 +450,13 @@ def dflash2_decode_hopper(
     stride_qb, stride_qm, stride_qh, stride_ob, stride_om, stride_oh, stride_pages,
     batch, num_kv_heads, q_len, capacity, num_slots, num_splits, target, most, min_tiles, right, scale_log2,
     GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, FOUND: gl.constexpr, BLOCK_B: gl.constexpr,
-    FINE: gl.constexpr, NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, MERGE_ROWS: gl.constexpr, DT: gl.constexpr,
+    NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, MERGE_ROWS: gl.constexpr, DT: gl.constexpr,
 ):  # fmt: skip
     """Works of 64 rows (token, head) of one KV group over one split of the sequence's tiles, drawn from a counter by as many
     programs as the chip holds.
 
     The last program to finish a split of a sequence adds them up, MERGE_ROWS rows at a time. A part is the ``rows`` of a work:
     ``part_out`` (KV heads * num_slots * rows, D) float32 and ``part_lse``, log2; ``arrivals`` has a counter for each and row tile.
-    FINE: see ``dflash2_decode_cut``.
     """
     row_tiles = (q_len * GROUP + ROWS - 1) // ROWS
     q_smem = gl.allocate_shared_memory(DT, [ROWS, D], gl.NVMMASharedLayout(128, 16, rank=2))
@@ -504,5 +483,5 @@ def dflash2_decode_hopper(
         (dflash2_decode_produce, (
             k_desc, v_desc, k_smem, v_smem, k_full, v_full, work_smem, work_full, work_free, pages_ptr, seq_lens_ptr, counter_ptr,
             stride_pages, batch, num_kv_heads, row_tiles, capacity, num_splits, target, most, min_tiles,
-            D, PAGE, STAGES, FOUND, BLOCK_B, FINE)),
+            D, PAGE, STAGES, FOUND, BLOCK_B)),
     ], [1], [40])  # fmt: skip

@@ -66,9 +66,7 @@ def dflash2_mla_few_produce(
 ):  # fmt: skip
     """Draw works, tell the consumers of them, and bring their Q and keys; the keys of a work come while the last is computed."""
     anchor = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    chunk, slots, each, coarse, fine = dflash2_decode_cut(
-        seq_lens_ptr, batch, capacity, target, most, min_tiles, num_splits, FOUND, BLOCK_B, 1
-    )  # fmt: skip
+    chunk, slots, each = dflash2_decode_cut(seq_lens_ptr, batch, capacity, target, most, min_tiles, num_splits, FOUND, BLOCK_B)
     num_work = slots * row_tiles  # tiles that share keys run side by side
     t = gl.program_id(0)
     turn = 0
@@ -79,9 +77,7 @@ def dflash2_mla_few_produce(
     splits = 1
     length = 0
     if t < num_work:
-        seq, split, splits, length = dflash2_decode_find(
-                t // row_tiles, chunk, each, coarse, fine, seq_lens_ptr, batch, capacity, num_splits, FOUND, BLOCK_B
-            )  # fmt: skip
+        seq, split, splits, length = dflash2_decode_find(t // row_tiles, chunk, each, seq_lens_ptr, batch, capacity, num_splits, FOUND, BLOCK_B)
     while seq >= 0:
         dflash2_decode_tell(work_smem, work_full, work_free, turn, t, seq, split, splits, length)
         turn += 1
@@ -115,9 +111,7 @@ def dflash2_mla_few_produce(
                 gl.store(counter_ptr, 0)
             t = ticket + gl.num_programs(0)
             if t < num_work:
-                seq, split, splits, length = dflash2_decode_find(
-                t // row_tiles, chunk, each, coarse, fine, seq_lens_ptr, batch, capacity, num_splits, FOUND, BLOCK_B
-            )  # fmt: skip
+                seq, split, splits, length = dflash2_decode_find(t // row_tiles, chunk, each, seq_lens_ptr, batch, capacity, num_splits, FOUND, BLOCK_B)
     dflash2_decode_tell(work_smem, work_full, work_free, turn, t, seq, split, splits, length)
 
 

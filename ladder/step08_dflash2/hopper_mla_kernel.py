@@ -113,18 +113,14 @@ def dflash2_mla_produce(
 ):  # fmt: skip
     """Draw works, tell both groups of them, and bring their Q and tiles; those of a work come while the last one is ended."""
     anchor = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    chunk, slots, each, coarse, fine = dflash2_decode_cut(
-        seq_lens_ptr, batch, capacity, target, most, min_tiles, num_splits, FOUND, BLOCK_B, 1
-    )  # fmt: skip
+    chunk, slots, each = dflash2_decode_cut(seq_lens_ptr, batch, capacity, target, most, min_tiles, num_splits, FOUND, BLOCK_B)
     num_work = slots * row_tiles  # tiles that share keys run side by side
     t = gl.program_id(0)
     turn = 0
     evens = 0  # uses of the first slot, and of the second
     odds = 0
     while t < num_work:
-        seq, split, splits, length = dflash2_decode_find(
-                t // row_tiles, chunk, each, coarse, fine, seq_lens_ptr, batch, capacity, num_splits, FOUND, BLOCK_B
-            )  # fmt: skip
+        seq, split, splits, length = dflash2_decode_find(t // row_tiles, chunk, each, seq_lens_ptr, batch, capacity, num_splits, FOUND, BLOCK_B)
         if split < splits:
             dflash2_decode_tell(work_smem, work_full, work_free, turn, t, seq, split, splits, length)
             first_row = t % row_tiles * ROWS
