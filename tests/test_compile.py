@@ -48,6 +48,15 @@ def test_targets():
             capability(bad)
 
 
+def test_a_spill_that_ships_is_bound_to_its_kernel_target_and_size():
+    case = "decode d576/512 bfloat16 group 128 q1 page 64 batch 8 64x64"
+    assert "1.6 x" in compile_matrix.known_spill(find(8), "sm_90", case, 376)
+    assert compile_matrix.known_spill(find(8), "sm_90", case, 513) is None
+    assert compile_matrix.known_spill(find(8), "sm_100", case, 8) is None
+    assert compile_matrix.known_spill(find(8), "sm_90", "decode d128", 8) is None
+    assert compile_matrix.known_spill(find(5), "sm_90", case, 8) is None
+
+
 def test_every_triton_rung_brings_its_cases():
     for rung in RUNGS:
         cases = list(compile_matrix.cases_of(rung, "sm_90"))
