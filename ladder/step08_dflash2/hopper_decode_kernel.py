@@ -136,6 +136,14 @@ def dflash2_decode_tell(work_smem, work_full, work_free, turn, t, seq, split, sp
 
 
 @gluon.jit
+def dflash2_decode_touch(pages_ptr, stride_pages, seq, batch, capacity, PAGE: gl.constexpr):
+    """Ask for the block table's row of a sequence before the lengths say which part is wanted: of 32 pages a line, a lane each."""
+    page = 32 * gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    row = pages_ptr + gl.minimum(seq, batch - 1).to(gl.int64) * stride_pages
+    gl.load(row + page, mask=page < capacity // PAGE, other=0, volatile=True)  # volatile: or the compiler would see that nobody reads it
+
+
+@gluon.jit
 def dflash2_decode_pages(pages_ptr, tile, length, PAGE: gl.constexpr):
     """The pages of a tile, one a lane, or its only one; none behind the length is looked up."""
     if PAGE >= KEYS:
@@ -167,8 +175,9 @@ def dflash2_decode_produce(
     D: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, FOUND: gl.constexpr, BLOCK_B: gl.constexpr,
 ):  # fmt: skip
     anchor = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    chunk, slots, each = dflash2_decode_cut(seq_lens_ptr, batch, capacity, target, most, min_tiles, num_splits, FOUND, BLOCK_B)
     heads = num_kv_heads * row_tiles  # tiles that share keys run side by side, then heads that are neighbours in memory
+    dflash2_decode_touch(pages_ptr, stride_pages, gl.program_id(0) // heads, batch, capacity, PAGE)
+    chunk, slots, each = dflash2_decode_cut(seq_lens_ptr, batch, capacity, target, most, min_tiles, num_splits, FOUND, BLOCK_B)
     num_work = slots * heads
     t = gl.program_id(0)
     turn = 0
