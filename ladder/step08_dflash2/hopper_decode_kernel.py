@@ -176,7 +176,6 @@ def dflash2_decode_produce(
 ):  # fmt: skip
     anchor = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     heads = num_kv_heads * row_tiles  # tiles that share keys run side by side, then heads that are neighbours in memory
-    dflash2_decode_touch(pages_ptr, stride_pages, gl.program_id(0) // heads, batch, capacity, PAGE)
     chunk, slots, each = dflash2_decode_cut(seq_lens_ptr, batch, capacity, target, most, min_tiles, num_splits, FOUND, BLOCK_B)
     num_work = slots * heads
     t = gl.program_id(0)

@@ -29,7 +29,6 @@ from .hopper_decode_kernel import (
     dflash2_decode_pages,
     dflash2_decode_tell,
     dflash2_decode_tiles,
-    dflash2_decode_touch,
 )
 from .hopper_kernel import (
     FREE,
@@ -114,7 +113,6 @@ def dflash2_mla_produce(
 ):  # fmt: skip
     """Draw works, tell both groups of them, and bring their Q and tiles; those of a work come while the last one is ended."""
     anchor = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    dflash2_decode_touch(pages_ptr, stride_pages, gl.program_id(0) // row_tiles, batch, capacity, PAGE)
     chunk, slots, each = dflash2_decode_cut(seq_lens_ptr, batch, capacity, target, most, min_tiles, num_splits, FOUND, BLOCK_B)
     num_work = slots * row_tiles  # tiles that share keys run side by side
     t = gl.program_id(0)
