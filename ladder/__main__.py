@@ -32,6 +32,7 @@ def parse_args(argv=None):
     parser.add_argument("--record", action="store_true", help="the published set of problems (needs a GPU, minutes)")
     parser.add_argument("--no-peers", action="store_true", help="leave out SDPA, FlashAttention and the like")
     parser.add_argument("--json", metavar="FILE", help="write the results as JSON; - is standard output")
+    parser.add_argument("--keep", action="store_true", help="keep rows of that file for problems and rungs that this run does not measure")
     parser.add_argument("--plot", metavar="FILE", help="write a figure (.png, .svg or .pdf)")
     args = parser.parse_args(argv)
 
@@ -42,6 +43,8 @@ def parse_args(argv=None):
             parser.error(f"argument {option}: no folder {Path(target).parent} to write {Path(target).name} into")
         if target and target != "-" and Path(target).is_dir():
             parser.error(f"argument {option}: {target} is a folder; want a file")
+    if args.keep and args.json in (None, "-"):
+        parser.error("argument --keep: wants --json FILE, the file whose rows it keeps")
     if args.plot and Path(args.plot).suffix not in (".png", ".svg", ".pdf"):
         parser.error(f"argument --plot: {args.plot!r} ends in {Path(args.plot).suffix!r}; want .png, .svg or .pdf")
     for option in ("shape", "seqlen"):
@@ -85,6 +88,13 @@ def main(argv=None):
         device, shapes=args.shape, lengths=args.seqlen, masks=masks, dtype=args.dtype, quick=args.quick, record=args.record
     )
 
+    if args.keep:  # a file that cannot be added to is refused before anything is measured
+        try:
+            results.kept_rows(args.json, [], results.machine(device))
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
+
     rows, all_ok, left = [], True, list(chosen)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     listens = threading.current_thread() is threading.main_thread()
@@ -120,8 +130,12 @@ def main(argv=None):
         if listens:
             signal.signal(signal.SIGTERM, before)
 
-    partial = {"complete": False, "not_run": [problem.label() for problem in left]} if left else {}
-    doc = results.document(rows, device=device, limits=limits, **partial)
+    kept = results.kept_rows(args.json, rows, machine, by_impl=True) if args.keep else []
+    known = [row["case"] for row in kept]
+    missing = [problem.label() for problem in left if problem.case() not in known]
+    partial = {"complete": False, "not_run": missing} if missing else {}
+    note = results.kept_note(args.json) if kept else {}
+    doc = results.document(rows + kept, device=device, limits=limits, **partial, **note)
     try:
         if args.json:
             results.write(doc, args.json)

@@ -735,6 +735,7 @@ def _measure(bench, todo, limits: Limits, args):
         doc = results.document(
             rows, device=bench.device, limits=limits, complete=not left and stopped is None, not_run=[c.name for c in left],
             must_reach=targets(rows, limits), failures=bench.failures, **({"dry": True} if bench.dry else {}),
+            **(results.kept_note(args.json) if kept else {}),
         )  # fmt: skip
         if stopped:
             doc["stopped"] = stopped

@@ -178,3 +178,20 @@ def test_an_interrupted_climb_keeps_the_problems_that_were_measured(known_limits
     if done:
         doc = results.load(file)
         assert doc["complete"] is False and len(doc["not_run"]) == 1 and len(doc["rows"]) == 1
+
+
+def test_keep_adds_to_a_record(known_limits, tmp_path, capsys):
+    file, base = tmp_path / "climb.json", [*TINY[:2], "--no-peers"]
+    assert cli.main([*base, "--seqlen", "24", *TINY[4:], "--rungs", "1", "--json", str(file)]) == 0
+    assert cli.main([*base, "--seqlen", "40", *TINY[4:], "--rungs", "1-2", "--keep", "--json", str(file)]) == 0
+    doc = results.load(file)
+    assert [(row["impl"][:6], row["case"]["Sq"], "recorded" in row) for row in doc["rows"]] == [
+        ("step01", 40, False), ("step02", 40, False), ("step01", 24, True)
+    ]  # fmt: skip
+    assert doc.get("complete", True)
+    file.write_text("{}")
+    assert cli.main([*base, "--seqlen", "24", *TINY[4:], "--rungs", "1", "--keep", "--json", str(file)]) == 2
+    assert "climb.json" in capsys.readouterr().err and file.read_text() == "{}"
+    with pytest.raises(SystemExit):
+        cli.main([*base, "--keep"])
+    assert "wants --json FILE" in capsys.readouterr().err

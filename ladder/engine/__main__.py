@@ -342,6 +342,7 @@ def finish(rows, args, interrupted):
                 log(f"{args.json} keeps the whole rows that it has")
                 return 130 if interrupted else 0
             doc["rows"] += kept
+            doc |= results.kept_note(args.json) if kept else {}
         results.write(doc, args.json)
     if interrupted:
         log("interrupted: the results are partial" if rows else "interrupted before there was a result")

@@ -137,6 +137,10 @@ def scheduler_table(doc):
     return "\n".join(lines)
 
 
+def _of(doc, *modes):
+    return [row for row in doc["rows"] if row["case"].get("mode") in modes]
+
+
 def dflash2_table(doc):
     """Step 08 beside its peers: prefill in TFLOP/s and as a multiple of FlashAttention-3, decode in TB/s against the best peer."""
     from ladder.bench_v2 import LENGTHS, OURS, by_cell, faster, geometric_mean
@@ -172,7 +176,7 @@ def dflash2_table(doc):
         "",
         f"TB/s of live K and V; reading reaches {doc['limits']['read_tbs']:.2f} TB/s here. Pages of 64 for the rungs, contiguous K and V for the "
         f"peers, CUDA graphs. All implementations of a cell in turn in one run, bf16; {results.caption(doc)}, torch {doc['machine']['torch']}, Triton "
-        f"{doc['machine']['triton']}, commit {doc['commit']}, by `{doc['command']}`."
+        f"{doc['machine']['triton']}. Prefill: {results.sources(doc, _of(doc, 'prefill'))}. Decode: {results.sources(doc, _of(doc, 'decode', 'mla_decode'))}."
         + ("" if doc.get("complete", True) else f" The run was cut short: {len(doc['not_run'])} cells are missing."),
     ]
     return "\n".join(lines)

@@ -162,6 +162,17 @@ def kept_rows(path, rows, machine, *, by_impl=False):
     return [{**stamp, **entry} for entry in old["rows"] if name(entry) not in now]
 
 
+def kept_note(path):
+    """{"note": what an earlier file says of itself}, for the document that keeps its rows; {} where there is none."""
+    return {"note": note} if Path(path).is_file() and (note := read(path).get("note")) else {}
+
+
+def sources(doc, rows):
+    """Commits and commands that ``rows`` of a document come from, as a caption says it: kept rows have their own."""
+    found = dict.fromkeys((row.get("commit") or doc["commit"], row.get("command") or doc["command"]) for row in rows)
+    return "; ".join(f"commit {commit}, by `{command}`" for commit, command in found)
+
+
 def select(doc, impl=None, **case):
     """Rows whose implementation and case fields equal the given ones."""
     return [
