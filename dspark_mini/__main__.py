@@ -122,6 +122,11 @@ def main(arguments=None):
         return done
     except (ValueError, OSError) as error:
         parser.exit(2, f"{parser.prog} {args.command}: {error}\n")
+    except KeyboardInterrupt:
+        print(f"{parser.prog} {args.command}: interrupted", file=sys.stderr, flush=True)
+        if "RANK" in os.environ:
+            os._exit(130)
+        return 130
 
 
 def _table(title, columns, rows, args):
@@ -295,6 +300,8 @@ def _run(args):
 
     if args.top_k > args.experts:
         raise ValueError(f"--top-k must not exceed --experts ({args.experts}), got {args.top_k}")
+    if args.ranks and "RANK" in os.environ:
+        raise ValueError(f"--ranks {args.ranks} starts ranks here, and torchrun has started {os.environ.get('WORLD_SIZE')} already; want one of the two")
     dim, hidden = demo.WIDTHS[args.preset]
     settings = {
         "dim": args.dim or dim,

@@ -111,3 +111,20 @@ def test_the_command_line_refuses(tmp_path, capsys, arguments, message):
     with pytest.raises(SystemExit) as stopped:
         main(arguments.format(tmp_path).split())
     assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_ranks_beside_torchrun_and_an_interrupt(monkeypatch, capsys):
+    from dspark_mini import __main__ as cli
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as stop:
+        main(["run", "--ranks", "3"])
+    assert stop.value.code == 2 and "--ranks 3 starts ranks here, and torchrun has started 2" in capsys.readouterr().err
+
+    def stopped(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.delenv("RANK")
+    monkeypatch.setitem(cli.COMMANDS, "run", stopped)
+    assert main(["run"]) == 130 and "run: interrupted" in capsys.readouterr().err
