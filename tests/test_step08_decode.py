@@ -638,3 +638,10 @@ def test_decode_bytes_moved():
 def test_tiles_fit_their_pages():
     for page_size, block_n in ((16, 16), (64, 32), (48, 16), (8, 32)):
         assert decode_config(128, 128, 4, page_size, 2, 90)["BLOCK_N"] == block_n
+
+
+@pytest.mark.parametrize(("arch", "stages"), ((80, 4), (86, 3), (89, 3), (90, 4), (120, 3)))
+def test_few_programs_fit_the_shared_memory_of_small_processors(arch, stages):
+    """Three tiles of K and V, 32 KB together, under way leave no room for Q where there are 99 KB."""
+    config = decode_config(128, 128, 16, 64, 2, arch, few=True)
+    assert (config["BLOCK_N"], config["num_stages"]) == (64, stages)

@@ -24,6 +24,7 @@ from .windows import UNLIMITED, RangeWindows
 
 __all__ = ["DecodeWorkspace", "decode_bytes_moved", "decode_config", "dflash2_decode", "dflash2_mla_decode", "get_decode_schedule"]
 
+SMALL_SHARED = (86, 89, 120)  # processors with 99 KB of shared memory for a program
 MIN_SPLIT_KEYS = 256  # fewer are read faster than their partial result is merged
 FIXED, FOUND, GIVEN = 0, 1, 2  # as in decode_kernel
 SEQUENCES_AT_A_TIME = 1024  # of the batch that a program's search looks at
@@ -428,6 +429,8 @@ def decode_config(head_dim, head_dim_v, rows, page_size, itemsize, arch, latent=
             block_m, block_n, num_warps, num_stages = min(block_m, 32), 32, 8, 2
     elif block_m == 16 and widest <= 128:  # small programs, several to a processor
         block_n, num_warps, num_stages = 64 if few or widest <= 64 else 32, 2, 4
+        if block_n * widest > 4096 and arch in SMALL_SHARED:  # four tiles of 32 KB, less the one computed, and Q are too much
+            num_stages = 3
         programs_per_sm = 4  # measured on an H200: 8 x 32k .87 of the read limit, with two .82
     else:
         block_n, num_warps, num_stages = (64 if widest <= 128 else 32), 4, 4 if arch == 90 else 3
