@@ -218,6 +218,8 @@ CASES = {
     "more queries": dict(Sq=500, Sk=150, causal=True), "aligned": dict(Sq=700, Sk=700, causal=True),
     "aligned, more queries": dict(Sq=512, Sk=256, causal=True), "one query": dict(Sq=1, Sk=777), "split": dict(Sq=60, Sk=3000, num_splits=3, causal=True),
     "sinks": dict(sinks=True, causal=True), "sinks, split": dict(Sq=60, Sk=3000, num_splits=4, sinks=True),
+    "one sink of nothing, more queries": dict(Sq=500, Sk=150, sinks=True, causal=True, nothing=1),
+    "one sink of nothing, more queries, split": dict(Sq=500, Sk=150, sinks=True, causal=True, nothing=1, num_splits=2),
     "softcap": dict(softcap=15.0), "negative": dict(scale=-0.1, causal=True), "right": dict(right=37),
     "window": dict(Sq=900, Sk=900, causal=True, windows=RangeWindows.sink_window(20, 130)),
     "prefix": dict(Sq=700, Sk=900, causal=True, windows=RangeWindows.prefix_local(-100, 3, 50)),
@@ -234,6 +236,8 @@ def test_hopper_prefill_is_right(name):
     shapes = (2, 4, case["Sq"], case["D"]), (2, 2, case["Sk"], case["D"]), (2, 2, case["Sk"], dv)
     q, k, v = (torch.randn(s, device="cuda", dtype=case["dtype"]) for s in shapes)
     sinks = torch.randn(4, device="cuda") if case.pop("sinks", False) else None
+    if "nothing" in case:
+        sinks[case.pop("nothing")] = float("-inf")
     options = {name: case[name] for name in ("causal", "scale", "windows", "softcap", "right")} | {"sinks": sinks}
     out = torch.full((2, 4, case["Sq"], dv), float("nan"), device="cuda", dtype=case["dtype"])
     lse = torch.full((2, 4, case["Sq"]), float("nan"), device="cuda")
