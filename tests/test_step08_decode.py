@@ -260,6 +260,20 @@ def test_loud_length_in_the_kernel():
                 assert out[1].isnan().all() and lse[1].isnan().all() and out[0].isfinite().all() and lse[0].isfinite().all()
 
 
+@pytest.mark.parametrize("wrong", (97, -1))
+def test_loud_length_under_an_older_schedule(wrong):
+    """Which has the sequence in several splits: what they add up to is NaN too."""
+    q, k, v, table, lens = inputs_of(PROBLEMS["group of 3"].replace(lengths=(90, 90)))
+    capacity = table.shape[1] * k.shape[1]
+    shape = dict(num_heads=q.shape[2], num_kv_heads=k.shape[2], head_dim=q.shape[3], page_size=k.shape[1], max_seq_len=capacity)
+    schedule = get_decode_schedule(lens, **shape, dtype=q.dtype, config=SMALL)
+    assert (schedule[:, 2] > 1).any() and not 0 <= wrong <= capacity
+    lens[1] = wrong
+    with mock.patch.object(decode, "check_paged", lambda *a, scale, **_: 32**-0.5), nan_allocations():
+        out, lse = dflash2_decode(q, k, v, table, lens, return_lse=True, schedule=schedule, config=SMALL)
+    assert out[1].isnan().all() and lse[1].isnan().all() and out[0].isfinite().all() and lse[0].isfinite().all()
+
+
 # Windows, softcap, sinks
 
 
