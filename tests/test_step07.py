@@ -320,7 +320,7 @@ def latent_inputs(**changes):
 @pytest.mark.parametrize(
     "changes",
     (
-        {}, dict(Hq=16, q_len=2, lengths=(1, 33)), dict(page_size=1), dict(dtype="float32"), dict(D=64, Dv=64),
+        {}, dict(D=32, Dv=16), dict(Hq=16, q_len=2, lengths=(1, 33)), dict(page_size=1), dict(dtype="float32"), dict(D=64, Dv=64),
         dict(D=576, Dv=512, Hq=16, lengths=(3, 37)), dict(Hq=40, q_len=3, lengths=(2, 50)),
     ),
     ids=lambda c: ", ".join(f"{k}={v}" for k, v in c.items()) or "small",

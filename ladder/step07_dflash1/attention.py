@@ -198,8 +198,9 @@ def mla_decode(
     if q.shape[-1] > 2 * head_dim_v:
         raise NotImplementedError(f"{RUNG}: D = {q.shape[-1]} is above twice head_dim_v = {head_dim_v}")
     out = check_out(RUNG, out, q, (*q.shape[:3], head_dim_v), one_token)
+    latent = head_dim_v > 16  # 16 value columns fill no tile of theirs, of 32: loaded again
     lse = _decode(
-        q, k_cache, v_cache, block_table, seq_lens, out, scale, num_kv_splits, return_lse, workspace, config, latent=True
+        q, k_cache, v_cache, block_table, seq_lens, out, scale, num_kv_splits, return_lse, workspace, config, latent=latent
     )
     if one_token:
         out, lse = out[:, 0], lse[..., 0] if return_lse else None

@@ -340,8 +340,8 @@ def _launch_mla(q, latent_cache, block_table, seq_lens, out, lse, **options):
         what = {name: options[name] for name in ("scale", "right", "sinks", "num_kv_splits", "workspace")}
         hopper.launch_mla(q, latent_cache, block_table, seq_lens, out, lse, **what)
         return
-    k_cache = latent_cache[:, :, None]
-    _launch_decode(q, k_cache, k_cache[..., : out.shape[3]], block_table, seq_lens, out, lse, latent=True, **options)
+    k_cache, latent = latent_cache[:, :, None], out.shape[3] > 16  # 16 value columns fill no tile of theirs, of 32: loaded again
+    _launch_decode(q, k_cache, k_cache[..., : out.shape[3]], block_table, seq_lens, out, lse, latent=latent, **options)
 
 
 class DecodePlan(NamedTuple):
