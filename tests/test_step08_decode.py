@@ -15,6 +15,7 @@ from ladder.lab.decode import GARBAGE_PAGES, DecodeOracle, DecodeProblem
 from ladder.lab.parity import nan_allocations
 from ladder.lab.problem import reference
 from ladder.rungs import find
+from ladder.step08_dflash2 import hopper
 from ladder.step08_dflash2.decode import (
     DecodeWorkspace,
     decode_bytes_moved,
@@ -272,6 +273,25 @@ def test_loud_length_under_an_older_schedule(wrong):
     with mock.patch.object(decode, "check_paged", lambda *a, scale, **_: 32**-0.5), nan_allocations():
         out, lse = dflash2_decode(q, k, v, table, lens, return_lse=True, schedule=schedule, config=SMALL)
     assert out[1].isnan().all() and lse[1].isnan().all() and out[0].isfinite().all() and lse[0].isfinite().all()
+
+
+@pytest.mark.parametrize("latent", (False, True))
+def test_a_table_without_pages_is_not_looked_at(latent):
+    """It has no memory. A length above 0 is then beyond it, whose page sm_90's kernels would look up before they see that."""
+    options, lens = dict(scale=0.1, return_lse=True), torch.tensor([0, 3], dtype=torch.int32, device=DEVICE)
+    d, heads, table = 576 if latent else 128, 1 if latent else 2, torch.zeros(2, 0, dtype=torch.int32, device=DEVICE)
+    q, cache = (torch.ones(*shape, d, dtype=torch.float16, device=DEVICE) for shape in ((2, 1, 4), (3, 16, heads)))
+    call, caches = (dflash2_mla_decode, [cache[:, :, 0]]) if latent else (dflash2_decode, [cache, cache])
+    with (
+        mock.patch.object(decode, "check_paged", lambda *a, scale, **_: scale),
+        mock.patch.object(decode, "hopper_code", lambda _: hopper), mock.patch.object(hopper, "launch_mla") as launch_mla,
+        mock.patch.object(decode.hopper_decode, "launch_decode") as launch_decode,
+    ):  # fmt: skip
+        call(q, *caches, torch.zeros(2, 1, dtype=torch.int32, device=DEVICE), lens, **options)
+        assert launch_mla.call_count + launch_decode.call_count == 1
+        out, lse = call(q, *caches, table, lens, **options)
+        assert launch_mla.call_count + launch_decode.call_count == 1
+    assert (out[0] == 0).all() and torch.isneginf(lse[0]).all() and out[1].isnan().all() and lse[1].isnan().all()
 
 
 # Windows, softcap, sinks

@@ -285,7 +285,9 @@ def _launch_decode(
 ):  # fmt: skip
     """Launch ``dflash2_decode`` on checked arguments, q and out (B, q_len, Hq, .), none of them empty; fills out and lse."""
     group, page_size = q.shape[2] // k_cache.shape[2], k_cache.shape[1]
-    if not latent and config is None and hopper_decode.pays(q.shape[3], q.shape[1] * group, page_size) and hopper_code(q.device) is not None:
+    # A table without pages has no memory, and sm_90's kernels look into it before they see that a length is beyond it.
+    own = config is None and block_table.shape[1] > 0
+    if not latent and own and hopper_decode.pays(q.shape[3], q.shape[1] * group, page_size) and hopper_code(q.device) is not None:
         what = dict(scale=scale, windows=windows, softcap=softcap, schedule=schedule)
         if hopper_decode.supports_decode(q, k_cache, v_cache, out, **what) is None:
             what = dict(scale=scale, right=right, sinks=sinks, num_kv_splits=num_kv_splits, workspace=workspace)
@@ -334,9 +336,9 @@ def _launch_mla(q, latent_cache, block_table, seq_lens, out, lse, **options):
     """As ``_launch_decode`` for q (B, q_len, H, D) on a latent_cache (num_pages, page_size, D) whose first columns, as many as
     out has, are the value.
     """
-    hopper = hopper_code(q.device)
+    hopper = hopper_code(q.device) if options["config"] is None and block_table.shape[1] > 0 else None  # as there
     what = {name: options[name] for name in ("scale", "windows", "softcap", "schedule")}
-    if hopper is not None and options["config"] is None and hopper.supports_mla(q, latent_cache, out, **what) is None:
+    if hopper is not None and hopper.supports_mla(q, latent_cache, out, **what) is None:
         what = {name: options[name] for name in ("scale", "right", "sinks", "num_kv_splits", "workspace")}
         hopper.launch_mla(q, latent_cache, block_table, seq_lens, out, lse, **what)
         return
