@@ -310,8 +310,8 @@ def _launch_decode(
             raise ValueError(f"{RUNG}: workspace is on {workspace.partials.device}; want a DecodeWorkspace on {device}")
         part_rows = num_kv_heads * row_tiles * num_slots * plan.merge["MERGE_ROWS"]
         apart = plan.apart and kind == FOUND
-        workspace.reserve(part_rows * (head_dim_v + 1) + 4 * num_slots * apart, batch * num_kv_heads * row_tiles)
-        partials, part_lse, counters = workspace.partials, workspace.partials[part_rows * head_dim_v :], workspace.counters
+        partials, counters = workspace.reserve(part_rows * (head_dim_v + 1) + 4 * num_slots * apart, batch * num_kv_heads * row_tiles)
+        part_lse = partials[part_rows * head_dim_v :]
         if apart:
             kind, schedule = GIVEN, part_lse[part_rows : part_rows + 4 * num_slots].view(torch.int32)
             _launch_schedule(schedule, seq_lens, q_len, capacity, windows, plan)
@@ -336,7 +336,7 @@ def _launch_mla(q, latent_cache, block_table, seq_lens, out, lse, **options):
     """As ``_launch_decode`` for q (B, q_len, H, D) on a latent_cache (num_pages, page_size, D) whose first columns, as many as
     out has, are the value.
     """
-    hopper = hopper_code(q.device) if options["config"] is None and block_table.shape[1] > 0 else None  # as there
+    hopper = hopper_code(q.device) if options["config"] is None and block_table.shape[1] > 0 else None  # see there
     what = {name: options[name] for name in ("scale", "windows", "softcap", "schedule")}
     if hopper is not None and hopper.supports_mla(q, latent_cache, out, **what) is None:
         what = {name: options[name] for name in ("scale", "right", "sinks", "num_kv_splits", "workspace")}

@@ -404,9 +404,8 @@ def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right
         raise ValueError(f"step08_dflash2: workspace is on {workspace.partials.device}; want a DecodeWorkspace on {device}")
     if split:
         part_rows = works * tile
-        workspace.reserve(part_rows * 514 + 2 * batch, 1 + 2 * works)
-        part_out, part_lse, meta = workspace.partials, workspace.partials[part_rows * 512 :], workspace.partials[part_rows * 514 :]
-        counter, arrivals = workspace.counters, workspace.counters[1:]
+        part_out, counter = workspace.reserve(part_rows * 514 + 2 * batch, 1 + 2 * works)
+        part_lse, meta, arrivals = part_out[part_rows * 512 :], part_out[part_rows * 514 :], counter[1:]
     else:
         part_out = part_lse = meta = arrivals = out  # not written where no sequence is split
         counter = _counter(device)

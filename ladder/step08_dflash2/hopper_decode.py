@@ -103,9 +103,8 @@ def launch_decode(q, k_cache, v_cache, block_table, seq_lens, out, lse, *, scale
             raise ValueError(f"step08_dflash2: workspace is on {workspace.partials.device}; want a DecodeWorkspace on {device}")
         part_rows = num_kv_heads * slots * rows
         groups = num_kv_heads * slots * row_tiles
-        workspace.reserve(part_rows * (head_dim + 1), groups + 1)
-        part_out, part_lse, arrivals = workspace.partials, workspace.partials[part_rows * head_dim :], workspace.counters
-        tickets = arrivals[groups:]
+        part_out, arrivals = workspace.reserve(part_rows * (head_dim + 1), groups + 1)
+        part_lse, tickets = part_out[part_rows * head_dim :], arrivals[groups:]
     sinks, seq_lens, block_table = (x if x is None or x.is_contiguous() else x.contiguous() for x in (sinks, seq_lens, block_table))
     key_rows = min(page_size, TILE)
     block_b = 1 if batch == 1 else min(1024, max(32, 1 << (batch - 1).bit_length()))
