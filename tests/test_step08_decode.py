@@ -134,6 +134,14 @@ def test_parts_are_about_equal():
     assert 256 / 1.5 <= min(p for p in parts if p > 128)  # none so small that the merge outweighs it
 
 
+def test_no_more_splits_are_planned_than_a_sequence_has_tiles():
+    for capacity, reach, tiles in ((0, 1 << 30, 1), (16, 1 << 30, 1), (4096, 1 << 30, 256), (4096, 100, 7 + 2)):
+        plan = plan_of(8, capacity, config=(("BLOCK_N", 16),), num_kv_splits=1 << 30, reach=reach)
+        assert (plan.num_slots, plan.num_splits) == (8 * tiles, tiles)
+    inputs = inputs_of(PROBLEMS["splits"])
+    assert torch.equal(dflash2_decode(*inputs, num_kv_splits=1 << 30), dflash2_decode(*inputs, num_kv_splits=50))
+
+
 def test_equal_lengths_that_fill_the_chip_are_not_split():
     lengths = BATCHES["equal"]
     parts = parts_of(plan_of(len(lengths), 131072, kv_heads=8), lengths, 131072)

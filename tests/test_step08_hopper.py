@@ -147,6 +147,14 @@ def test_mla_gives_a_small_batch_to_the_whole_chip():
     assert hopper.plan_mla(4, 16, 64, 132, None)[1:3] == (False, 4)
 
 
+def test_no_more_splits_are_planned_than_a_sequence_has_tiles():
+    """Each would be a slot of the workspace, and the first tile of one that is left over would not fit 32 bits."""
+    for capacity, tiles in ((0, 1), (16, 1), (4096, 64), (4097, 65)):
+        assert hopper.plan_mla(8, 128, capacity, 132, 1 << 30)[2:4] == (8 * tiles, tiles)
+        assert hopper_decode.plan_decode(8, 4, 8, capacity, 132, 1 << 30)[2:4] == (8 * tiles, tiles)
+    assert hopper.mla_merges("few", 8, 132, 9) == hopper.mla_merges("few", 8, 132, 1 << 30)  # what the caller says decides, not the table
+
+
 def splits_of(tiles, chunk):
     return max(1, (2 * tiles + chunk) // (2 * chunk))
 

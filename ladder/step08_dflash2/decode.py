@@ -387,9 +387,10 @@ def _plan(
         per_processor = min(per_processor, 2)
     target = max(1, per_processor * num_processors // tasks)
     most = max(target, most_per_processor * num_processors // tasks)
-    if num_kv_splits is not None:
-        return DecodePlan(config, row_tiles, FIXED, batch * num_kv_splits, num_kv_splits, target, most, min_tiles, merge, False)
     most_tiles = -(-keys // config["BLOCK_N"]) + 2 * (reach < capacity)  # a window may begin and end within a tile
+    if num_kv_splits is not None:
+        num_kv_splits = min(num_kv_splits, max(1, most_tiles))  # no sequence has more
+        return DecodePlan(config, row_tiles, FIXED, batch * num_kv_splits, num_kv_splits, target, most, min_tiles, merge, False)
     of_one = max(1, (2 * most_tiles + min_tiles) // (2 * min_tiles))
     num_slots = min(target, of_one) if batch == 1 else min(most + batch, batch * of_one)
     if of_one == 1 or target == 1 and batch == 1:

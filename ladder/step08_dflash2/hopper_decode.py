@@ -52,9 +52,11 @@ def plan_decode(batch, rows, num_kv_heads, capacity, processors, num_kv_splits):
     tasks = row_tiles * num_kv_heads
     target = max(1, 2 * processors // tasks)  # finer works end more together, and cost more: see TUNING.md
     most = max(target, MOST * processors // tasks)
+    tiles = -(-capacity // TILE)
     if num_kv_splits is not None:
+        num_kv_splits = min(num_kv_splits, max(1, tiles))  # no sequence has more
         return row_tiles, False, batch * num_kv_splits, num_kv_splits, target, most
-    of_one = most_splits(-(-capacity // TILE), MIN_TILES)
+    of_one = most_splits(tiles, MIN_TILES)
     if of_one == 1 or batch == 1 and target == 1:
         return row_tiles, False, batch, 1, target, most
     return row_tiles, True, min(batch * of_one, (target if batch == 1 else most + batch)), 1, target, most
