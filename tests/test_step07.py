@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from decode_checks import DEVICE, LAYOUTS, PROBLEMS, SMALL, check_decode, inputs_of
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ladder.step07_dflash1 as step07
 from ladder.lab.decode import DecodeOracle, DecodeProblem, PagedInputs
@@ -269,6 +270,30 @@ def test_workspace_is_sized_to_need_and_left_clean():
         paged_decode(*inputs, num_kv_splits=4, workspace=workspace.partials)
 
 
+def test_workspace_and_captured_graphs(monkeypatch):
+    """Zeros that a capture asks for are written by its replay only, so no other call gets them; and what a graph works on
+    is not freed when a later call wants more."""
+    capturing = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
+    with FakeTensorMode():
+        workspace = DecodeWorkspace("cuda")
+        assert workspace.device.index is not None  # whichever GPU is the current one when it grows
+        first = workspace.reserve(100, 10)
+        assert [x.numel() for x in first] == [100, 10] and workspace.nbytes == 440
+        capturing.append(True)
+        assert [a is b for a, b in zip(workspace.reserve(50, 10), first)] == [True, True]
+        partials, counters = workspace.reserve(50, 20)
+        assert partials is first[0] and counters is not first[1] and counters.numel() == 20
+        capturing.clear()
+        assert workspace.counters is first[1] and workspace.nbytes == 440  # nothing of the capture's
+        again = workspace.reserve(50, 20)
+        assert again[0] is first[0] and again[1] is not counters and workspace.counters is again[1]
+        assert workspace.nbytes == 440 + 80  # with the 10 counters of the graph's
+        larger = workspace.reserve(200, 30)
+        assert workspace.nbytes == 440 + 800 + 120  # without the 20 that no graph has seen
+        assert [x.numel() for x in larger] == [200, 30] and [x.numel() for x in workspace.reserve(1, 1)] == [200, 30]
+
+
 def test_splits_may_finish_in_any_order():
     """The interpreter runs programs in their order; here another than the last split arrives last."""
     inputs = inputs_of(PROBLEMS["one head"].replace(lengths=(90,), page_size=16))
@@ -320,7 +345,7 @@ def latent_inputs(**changes):
 @pytest.mark.parametrize(
     "changes",
     (
-        {}, dict(Hq=16, q_len=2, lengths=(1, 33)), dict(page_size=1), dict(dtype="float32"), dict(D=64, Dv=64),
+        {}, dict(D=32, Dv=16), dict(Hq=16, q_len=2, lengths=(1, 33)), dict(page_size=1), dict(dtype="float32"), dict(D=64, Dv=64),
         dict(D=576, Dv=512, Hq=16, lengths=(3, 37)), dict(Hq=40, q_len=3, lengths=(2, 50)),
     ),
     ids=lambda c: ", ".join(f"{k}={v}" for k, v in c.items()) or "small",

@@ -15,6 +15,7 @@ from ladder.lab.decode import GARBAGE_PAGES, DecodeOracle, DecodeProblem
 from ladder.lab.parity import nan_allocations
 from ladder.lab.problem import reference
 from ladder.rungs import find
+from ladder.step08_dflash2 import hopper
 from ladder.step08_dflash2.decode import (
     DecodeWorkspace,
     decode_bytes_moved,
@@ -131,6 +132,14 @@ def test_parts_are_about_equal():
     assert max(parts) < 0.02 * sum(lengths) < max(lengths)
     assert len(parts) >= 128  # more than the processors hold at once
     assert 256 / 1.5 <= min(p for p in parts if p > 128)  # none so small that the merge outweighs it
+
+
+def test_no_more_splits_are_planned_than_a_sequence_has_tiles():
+    for capacity, reach, tiles in ((0, 1 << 30, 1), (16, 1 << 30, 1), (4096, 1 << 30, 256), (4096, 100, 7 + 2)):
+        plan = plan_of(8, capacity, config=(("BLOCK_N", 16),), num_kv_splits=1 << 30, reach=reach)
+        assert (plan.num_slots, plan.num_splits) == (8 * tiles, tiles)
+    inputs = inputs_of(PROBLEMS["splits"])
+    assert torch.equal(dflash2_decode(*inputs, num_kv_splits=1 << 30), dflash2_decode(*inputs, num_kv_splits=50))
 
 
 def test_equal_lengths_that_fill_the_chip_are_not_split():
@@ -258,6 +267,39 @@ def test_loud_length_in_the_kernel():
             for options in ({}, dict(num_kv_splits=1), dict(num_kv_splits=3), dict(config=SMALL), with_sinks):
                 out, lse = dflash2_decode(q, k, v, table, lens, return_lse=True, **options)
                 assert out[1].isnan().all() and lse[1].isnan().all() and out[0].isfinite().all() and lse[0].isfinite().all()
+
+
+@pytest.mark.parametrize("wrong", (97, -1))
+def test_loud_length_under_an_older_schedule(wrong):
+    """Which has the sequence in several splits: what they add up to is NaN too."""
+    q, k, v, table, lens = inputs_of(PROBLEMS["group of 3"].replace(lengths=(90, 90)))
+    capacity = table.shape[1] * k.shape[1]
+    shape = dict(num_heads=q.shape[2], num_kv_heads=k.shape[2], head_dim=q.shape[3], page_size=k.shape[1], max_seq_len=capacity)
+    schedule = get_decode_schedule(lens, **shape, dtype=q.dtype, config=SMALL)
+    assert (schedule[:, 2] > 1).any() and not 0 <= wrong <= capacity
+    lens[1] = wrong
+    with mock.patch.object(decode, "check_paged", lambda *a, scale, **_: 32**-0.5), nan_allocations():
+        out, lse = dflash2_decode(q, k, v, table, lens, return_lse=True, schedule=schedule, config=SMALL)
+    assert out[1].isnan().all() and lse[1].isnan().all() and out[0].isfinite().all() and lse[0].isfinite().all()
+
+
+@pytest.mark.parametrize("latent", (False, True))
+def test_a_table_without_pages_is_not_looked_at(latent):
+    """It has no memory. A length above 0 is then beyond it, whose page sm_90's kernels would look up before they see that."""
+    options, lens = dict(scale=0.1, return_lse=True), torch.tensor([0, 3], dtype=torch.int32, device=DEVICE)
+    d, heads, table = 576 if latent else 128, 1 if latent else 2, torch.zeros(2, 0, dtype=torch.int32, device=DEVICE)
+    q, cache = (torch.ones(*shape, d, dtype=torch.float16, device=DEVICE) for shape in ((2, 1, 4), (3, 16, heads)))
+    call, caches = (dflash2_mla_decode, [cache[:, :, 0]]) if latent else (dflash2_decode, [cache, cache])
+    with (
+        mock.patch.object(decode, "check_paged", lambda *a, scale, **_: scale),
+        mock.patch.object(decode, "hopper_code", lambda _: hopper), mock.patch.object(hopper, "launch_mla") as launch_mla,
+        mock.patch.object(decode.hopper_decode, "launch_decode") as launch_decode,
+    ):  # fmt: skip
+        call(q, *caches, torch.zeros(2, 1, dtype=torch.int32, device=DEVICE), lens, **options)
+        assert launch_mla.call_count + launch_decode.call_count == 1
+        out, lse = call(q, *caches, table, lens, **options)
+        assert launch_mla.call_count + launch_decode.call_count == 1
+    assert (out[0] == 0).all() and torch.isneginf(lse[0]).all() and out[1].isnan().all() and lse[1].isnan().all()
 
 
 # Windows, softcap, sinks
@@ -395,6 +437,7 @@ def mla(q, k_cache, v_cache, table, lens, **options):
     "changes",
     (
         {}, dict(Hq=16, q_len=2, lengths=(1, 33)), dict(page_size=1), dict(dtype="float32"), dict(D=64, Dv=64),
+        dict(D=32, Dv=16), dict(D=16, Dv=16, dtype="float32"),
         dict(D=576, Dv=512, Hq=16, lengths=(3, 37)), dict(Hq=40, q_len=3, lengths=(2, 50)),
     ),
     ids=lambda c: ", ".join(f"{k}={v}" for k, v in c.items()) or "small",

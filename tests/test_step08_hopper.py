@@ -147,6 +147,14 @@ def test_mla_gives_a_small_batch_to_the_whole_chip():
     assert hopper.plan_mla(4, 16, 64, 132, None)[1:3] == (False, 4)
 
 
+def test_no_more_splits_are_planned_than_a_sequence_has_tiles():
+    """Each would be a slot of the workspace, and the first tile of one that is left over would not fit 32 bits."""
+    for capacity, tiles in ((0, 1), (16, 1), (4096, 64), (4097, 65)):
+        assert hopper.plan_mla(8, 128, capacity, 132, 1 << 30)[2:4] == (8 * tiles, tiles)
+        assert hopper_decode.plan_decode(8, 4, 8, capacity, 132, 1 << 30)[2:4] == (8 * tiles, tiles)
+    assert hopper.mla_merges("few", 8, 132, 9) == hopper.mla_merges("few", 8, 132, 1 << 30)  # what the caller says decides, not the table
+
+
 def splits_of(tiles, chunk):
     return max(1, (2 * tiles + chunk) // (2 * chunk))
 
@@ -218,6 +226,8 @@ CASES = {
     "more queries": dict(Sq=500, Sk=150, causal=True), "aligned": dict(Sq=700, Sk=700, causal=True),
     "aligned, more queries": dict(Sq=512, Sk=256, causal=True), "one query": dict(Sq=1, Sk=777), "split": dict(Sq=60, Sk=3000, num_splits=3, causal=True),
     "sinks": dict(sinks=True, causal=True), "sinks, split": dict(Sq=60, Sk=3000, num_splits=4, sinks=True),
+    "one sink of nothing, more queries": dict(Sq=500, Sk=150, sinks=True, causal=True, nothing=1),
+    "one sink of nothing, more queries, split": dict(Sq=500, Sk=150, sinks=True, causal=True, nothing=1, num_splits=2),
     "softcap": dict(softcap=15.0), "negative": dict(scale=-0.1, causal=True), "right": dict(right=37),
     "window": dict(Sq=900, Sk=900, causal=True, windows=RangeWindows.sink_window(20, 130)),
     "prefix": dict(Sq=700, Sk=900, causal=True, windows=RangeWindows.prefix_local(-100, 3, 50)),
@@ -234,6 +244,8 @@ def test_hopper_prefill_is_right(name):
     shapes = (2, 4, case["Sq"], case["D"]), (2, 2, case["Sk"], case["D"]), (2, 2, case["Sk"], dv)
     q, k, v = (torch.randn(s, device="cuda", dtype=case["dtype"]) for s in shapes)
     sinks = torch.randn(4, device="cuda") if case.pop("sinks", False) else None
+    if "nothing" in case:
+        sinks[case.pop("nothing")] = float("-inf")
     options = {name: case[name] for name in ("causal", "scale", "windows", "softcap", "right")} | {"sinks": sinks}
     out = torch.full((2, 4, case["Sq"], dv), float("nan"), device="cuda", dtype=case["dtype"])
     lse = torch.full((2, 4, case["Sq"]), float("nan"), device="cuda")

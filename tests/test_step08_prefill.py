@@ -165,6 +165,19 @@ def test_sinks_of_rows_that_see_nothing(small):
     assert parity, parity.reason
 
 
+def test_sinks_of_rows_that_see_nothing_in_any_split():
+    """The merge of split keys, which only the kernel of sm_90 calls: a row of no key, under a sink and under none."""
+    from ladder.step08_dflash2.hopper import merge_splits
+
+    part_out = torch.zeros(2, 4, 16, device=DEVICE)  # of 2 splits, 2 heads, 2 queries
+    part_lse = torch.full((2, 4), float("-inf"), device=DEVICE)
+    part_out[1, 1], part_lse[1, 1] = 2.0, 0.5
+    out, lse = torch.full((1, 2, 2, 16), float("nan"), device=DEVICE), torch.full((1, 2, 2), float("nan"), device=DEVICE)
+    merge_splits(part_out, part_lse, out, lse, torch.tensor([float("-inf"), 3.0], device=DEVICE))
+    assert out[0, :, :, 0].tolist() == [[0.0, 2.0], [0.0, 0.0]]
+    torch.testing.assert_close(lse.cpu(), torch.tensor([[[float("-inf"), 0.5], [3.0, 3.0]]]))
+
+
 @pytest.mark.parametrize("value", (-5e4, 5e4))
 def test_extreme_sinks(small, value):
     """One that is nothing, and one that takes everything."""

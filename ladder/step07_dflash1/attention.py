@@ -198,8 +198,9 @@ def mla_decode(
     if q.shape[-1] > 2 * head_dim_v:
         raise NotImplementedError(f"{RUNG}: D = {q.shape[-1]} is above twice head_dim_v = {head_dim_v}")
     out = check_out(RUNG, out, q, (*q.shape[:3], head_dim_v), one_token)
+    latent = head_dim_v > 16  # 16 value columns fill no tile of theirs, of 32: loaded again
     lse = _decode(
-        q, k_cache, v_cache, block_table, seq_lens, out, scale, num_kv_splits, return_lse, workspace, config, latent=True
+        q, k_cache, v_cache, block_table, seq_lens, out, scale, num_kv_splits, return_lse, workspace, config, latent=latent
     )
     if one_token:
         out, lse = out[:, 0], lse[..., 0] if return_lse else None
@@ -210,25 +211,35 @@ class DecodeWorkspace:
     """Scratch memory of split decode: partial outputs, their log-sum-exps, and counters of finished splits.
 
     It grows to the largest call and is then reused, by the calls of one stream, one after another. Growing allocates, so
-    run the largest shape once before capturing a CUDA graph. A call that is not split needs none of it.
+    run every shape once before capturing a CUDA graph: the largest batch need not be the one that wants most. What a call
+    lacks in a capture it takes for itself, from the graph's memory; what a graph has captured stays when the workspace
+    grows later. A call that is not split needs none of it.
     """
 
     def __init__(self, device="cuda"):
-        self.device = torch.device(device)
         self.partials = torch.empty(0, dtype=torch.float32, device=device)
         self.counters = torch.zeros(0, dtype=torch.int32, device=device)  # every launch leaves them at zero
+        self.device = self.partials.device  # with its number: "cuda" may be another one when the workspace grows
+        self._captured = []  # those that a graph works on, kept when the workspace grows
 
     @property
     def nbytes(self):
         """Bytes held."""
-        return 4 * (self.partials.numel() + self.counters.numel())
+        return 4 * sum(x.numel() for x in {id(x): x for x in (self.partials, self.counters, *self._captured)}.values())
 
     def reserve(self, elements, counters):
-        """Hold at least so many float32 elements and counters."""
-        if self.partials.numel() < elements:
-            self.partials = torch.empty(elements, dtype=torch.float32, device=self.device)
-        if self.counters.numel() < counters:
-            self.counters = torch.zeros(counters, dtype=torch.int32, device=self.device)
+        """(partials, counters) of at least so many float32 elements and counters, for one call."""
+        partials, zeros = self.partials, self.counters
+        if partials.numel() < elements:
+            partials = torch.empty(elements, dtype=torch.float32, device=self.device)
+        if zeros.numel() < counters:
+            zeros = torch.zeros(counters, dtype=torch.int32, device=self.device)
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # A capture's zeros are written by its replay only: no other call may have them.
+            self._captured += [x for x in (self.partials, self.counters) if all(x is not kept for kept in self._captured)]
+        else:
+            self.partials, self.counters = partials, zeros
+        return partials, zeros
 
 
 def _decode(
@@ -263,8 +274,8 @@ def _decode(
         if workspace.partials.device != q.device:
             raise ValueError(f"{RUNG}: workspace is on {workspace.partials.device}; want a DecodeWorkspace on {q.device}")
         part_rows = groups * num_kv_splits * block_m
-        workspace.reserve(part_rows * (head_dim_v + 1), groups)
-        partials, part_lse, counters = workspace.partials, workspace.partials[part_rows * head_dim_v :], workspace.counters
+        partials, counters = workspace.reserve(part_rows * (head_dim_v + 1), groups)
+        part_lse = partials[part_rows * head_dim_v :]
     merge_rows = min(block_m, 1 << (rows - 1).bit_length())
     merge_dv = min(config["BLOCK_DV"], 4096 // merge_rows)
     with torch.cuda.device_of(q):

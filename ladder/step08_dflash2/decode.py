@@ -286,7 +286,9 @@ def _launch_decode(
 ):  # fmt: skip
     """Launch ``dflash2_decode`` on checked arguments, q and out (B, q_len, Hq, .), none of them empty; fills out and lse."""
     group, page_size = q.shape[2] // k_cache.shape[2], k_cache.shape[1]
-    if not latent and config is None and hopper_decode.pays(q.shape[3], q.shape[1] * group, page_size) and hopper_code(q.device) is not None:
+    # A table without pages has no memory, and sm_90's kernels look into it before they see that a length is beyond it.
+    own = config is None and block_table.shape[1] > 0
+    if not latent and own and hopper_decode.pays(q.shape[3], q.shape[1] * group, page_size) and hopper_code(q.device) is not None:
         what = dict(scale=scale, windows=windows, softcap=softcap, schedule=schedule)
         if hopper_decode.supports_decode(q, k_cache, v_cache, out, **what) is None:
             what = dict(scale=scale, right=right, sinks=sinks, num_kv_splits=num_kv_splits, workspace=workspace)
@@ -309,8 +311,8 @@ def _launch_decode(
             raise ValueError(f"{RUNG}: workspace is on {workspace.partials.device}; want a DecodeWorkspace on {device}")
         part_rows = num_kv_heads * row_tiles * num_slots * plan.merge["MERGE_ROWS"]
         apart = plan.apart and kind == FOUND
-        workspace.reserve(part_rows * (head_dim_v + 1) + 4 * num_slots * apart, batch * num_kv_heads * row_tiles)
-        partials, part_lse, counters = workspace.partials, workspace.partials[part_rows * head_dim_v :], workspace.counters
+        partials, counters = workspace.reserve(part_rows * (head_dim_v + 1) + 4 * num_slots * apart, batch * num_kv_heads * row_tiles)
+        part_lse = partials[part_rows * head_dim_v :]
         if apart:
             kind, schedule = GIVEN, part_lse[part_rows : part_rows + 4 * num_slots].view(torch.int32)
             _launch_schedule(schedule, seq_lens, q_len, capacity, windows, plan)
@@ -335,14 +337,14 @@ def _launch_mla(q, latent_cache, block_table, seq_lens, out, lse, **options):
     """As ``_launch_decode`` for q (B, q_len, H, D) on a latent_cache (num_pages, page_size, D) whose first columns, as many as
     out has, are the value.
     """
-    hopper = hopper_code(q.device)
+    hopper = hopper_code(q.device) if options["config"] is None and block_table.shape[1] > 0 else None  # see there
     what = {name: options[name] for name in ("scale", "windows", "softcap", "schedule")}
-    if hopper is not None and options["config"] is None and hopper.supports_mla(q, latent_cache, out, **what) is None:
+    if hopper is not None and hopper.supports_mla(q, latent_cache, out, **what) is None:
         what = {name: options[name] for name in ("scale", "right", "sinks", "num_kv_splits", "workspace")}
         hopper.launch_mla(q, latent_cache, block_table, seq_lens, out, lse, **what)
         return
-    k_cache = latent_cache[:, :, None]
-    _launch_decode(q, k_cache, k_cache[..., : out.shape[3]], block_table, seq_lens, out, lse, latent=True, **options)
+    k_cache, latent = latent_cache[:, :, None], out.shape[3] > 16  # 16 value columns fill no tile of theirs, of 32: loaded again
+    _launch_decode(q, k_cache, k_cache[..., : out.shape[3]], block_table, seq_lens, out, lse, latent=latent, **options)
 
 
 class DecodePlan(NamedTuple):
@@ -386,9 +388,10 @@ def _plan(
         per_processor = min(per_processor, 2)
     target = max(1, per_processor * num_processors // tasks)
     most = max(target, most_per_processor * num_processors // tasks)
-    if num_kv_splits is not None:
-        return DecodePlan(config, row_tiles, FIXED, batch * num_kv_splits, num_kv_splits, target, most, min_tiles, merge, False)
     most_tiles = -(-keys // config["BLOCK_N"]) + 2 * (reach < capacity)  # a window may begin and end within a tile
+    if num_kv_splits is not None:
+        num_kv_splits = min(num_kv_splits, max(1, most_tiles))  # no sequence has more
+        return DecodePlan(config, row_tiles, FIXED, batch * num_kv_splits, num_kv_splits, target, most, min_tiles, merge, False)
     of_one = max(1, (2 * most_tiles + min_tiles) // (2 * min_tiles))
     num_slots = min(target, of_one) if batch == 1 else min(most + batch, batch * of_one)
     if of_one == 1 or target == 1 and batch == 1:

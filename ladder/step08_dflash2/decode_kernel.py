@@ -377,15 +377,15 @@ def dflash2_decode(
             row_max = top
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # no key seen: 0 stays 0, and the log-sum-exp -inf
     acc = acc / row_sum[:, None]
-    row_lse = row_max + tl.log2(row_sum)
+    row_lse = tl.where(beyond, float("nan"), row_max + tl.log2(row_sum))  # a length that no page holds: loud, not wrong
     if splits == 1:
         out_rows = seq64 * stride_ob + token.to(tl.int64) * stride_om + (kv_head64 * GROUP + head) * stride_oh
         out_ptrs = out_ptr + out_rows[:, None] + dim_v.to(tl.int64)[None, :] * stride_od
-        acc = tl.where(beyond, float("nan"), acc)  # a length that no page holds: loud, not wrong
+        acc = tl.where(beyond, float("nan"), acc)
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=writable)
         if HAS_LSE:
             lse_row = ((seq64 * num_kv_heads + kv_head) * GROUP + head) * q_len + token
-            tl.store(lse_ptr + lse_row, tl.where(beyond, float("nan"), row_lse * LN_2), mask=row < rows)
+            tl.store(lse_ptr + lse_row, row_lse * LN_2, mask=row < rows)
     elif SPLIT:
         head_tile = (kv_head64 * row_tiles + row_tile) * num_slots  # the parts of one output lie slot by slot
         part_row = (head_tile + slot) * MERGE_ROWS + tl.arange(0, BLOCK_M)

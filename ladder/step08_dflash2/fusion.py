@@ -608,8 +608,7 @@ def _scratch(workspace, x, splits, tiles, elements, counters):
     """Float32 partial sums and counters of a launch, out of ``workspace`` or new; zeroed counters, if any will be counted."""
     elements *= splits
     if workspace is not None:
-        workspace.reserve(elements, counters)
-        return workspace.partials, workspace.counters
+        return workspace.reserve(elements, counters)
     partials = x.new_empty(elements, dtype=torch.float32)
     return partials, x.new_zeros(counters, dtype=torch.int32) if splits * tiles > 1 else partials.view(torch.int32)
 

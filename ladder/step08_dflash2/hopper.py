@@ -323,9 +323,11 @@ def plan_mla(batch, rows, capacity, processors, num_kv_splits, tile=MLA_TILE):
     row_tiles = -(-rows // tile)
     target = max(1, processors // row_tiles)
     most = 2 * target
+    tiles = -(-capacity // MLA_TILE)
     if num_kv_splits is not None:
+        num_kv_splits = min(num_kv_splits, max(1, tiles))  # no sequence has more
         return row_tiles, False, batch * num_kv_splits, num_kv_splits, target, most
-    of_one = most_splits(-(-capacity // MLA_TILE), MLA_MIN_TILES)
+    of_one = most_splits(tiles, MLA_MIN_TILES)
     if of_one == 1 or batch >= 2 * target:
         return row_tiles, of_one > 1, batch if of_one == 1 else batch + most, 1, target, most
     return row_tiles, True, min(batch * of_one, most + batch), 1, target, most
@@ -404,9 +406,8 @@ def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right
         raise ValueError(f"step08_dflash2: workspace is on {workspace.partials.device}; want a DecodeWorkspace on {device}")
     if split:
         part_rows = works * tile
-        workspace.reserve(part_rows * 514 + 2 * batch, 1 + 2 * works)
-        part_out, part_lse, meta = workspace.partials, workspace.partials[part_rows * 512 :], workspace.partials[part_rows * 514 :]
-        counter, arrivals = workspace.counters, workspace.counters[1:]
+        part_out, counter = workspace.reserve(part_rows * 514 + 2 * batch, 1 + 2 * works)
+        part_lse, meta, arrivals = part_out[part_rows * 512 :], part_out[part_rows * 514 :], counter[1:]
     else:
         part_out = part_lse = meta = arrivals = out  # not written where no sequence is split
         counter = _counter(device)

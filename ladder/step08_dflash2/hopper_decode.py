@@ -52,9 +52,11 @@ def plan_decode(batch, rows, num_kv_heads, capacity, processors, num_kv_splits):
     tasks = row_tiles * num_kv_heads
     target = max(1, 2 * processors // tasks)  # finer works end more together, and cost more: see TUNING.md
     most = max(target, MOST * processors // tasks)
+    tiles = -(-capacity // TILE)
     if num_kv_splits is not None:
+        num_kv_splits = min(num_kv_splits, max(1, tiles))  # no sequence has more
         return row_tiles, False, batch * num_kv_splits, num_kv_splits, target, most
-    of_one = most_splits(-(-capacity // TILE), MIN_TILES)
+    of_one = most_splits(tiles, MIN_TILES)
     if of_one == 1 or batch == 1 and target == 1:
         return row_tiles, False, batch, 1, target, most
     return row_tiles, True, min(batch * of_one, (target if batch == 1 else most + batch)), 1, target, most
@@ -103,9 +105,8 @@ def launch_decode(q, k_cache, v_cache, block_table, seq_lens, out, lse, *, scale
             raise ValueError(f"step08_dflash2: workspace is on {workspace.partials.device}; want a DecodeWorkspace on {device}")
         part_rows = num_kv_heads * slots * rows
         groups = num_kv_heads * slots * row_tiles
-        workspace.reserve(part_rows * (head_dim + 1), groups + 1)
-        part_out, part_lse, arrivals = workspace.partials, workspace.partials[part_rows * head_dim :], workspace.counters
-        tickets = arrivals[groups:]
+        part_out, arrivals = workspace.reserve(part_rows * (head_dim + 1), groups + 1)
+        part_lse, tickets = part_out[part_rows * head_dim :], arrivals[groups:]
     sinks, seq_lens, block_table = (x if x is None or x.is_contiguous() else x.contiguous() for x in (sinks, seq_lens, block_table))
     key_rows = min(page_size, TILE)
     block_b = 1 if batch == 1 else min(1024, max(32, 1 << (batch - 1).bit_length()))
