@@ -196,7 +196,7 @@ def dflash2_decode_produce(
         last = tiles * (split + 1) // splits
         if split >= splits:
             last = first
-        keys = length
+        keys = gl.where(tiles > 0, length, 0)  # no page is looked up for a length that none holds
         ahead = dflash2_decode_pages(pages, first, keys, PAGE)  # looked up a tile ahead: a copy does not wait for it
         for tile in range(first, gl.minimum(last, first + STAGES)):  # under way before the next work is sought
             mine = ahead

@@ -91,10 +91,11 @@ def dflash2_mla_few_produce(
             last = first
         first_row = t % row_tiles * ROWS
         q_piece = gl.where(q_turn == 0, 0, gl.minimum(4, PIECE * (last - first) - 1))  # its place is free later than those of keys
-        ahead = dflash2_decode_pages(pages, first, length, PAGE)  # looked up a tile ahead: a copy does not wait for it
+        keys = gl.where(tiles > 0, length, 0)  # no page is looked up for a length that none holds
+        ahead = dflash2_decode_pages(pages, first, keys, PAGE)  # looked up a tile ahead: a copy does not wait for it
         for tile in range(first, last):
             mine = ahead
-            ahead = dflash2_decode_pages(pages, tile + 1, length, PAGE)
+            ahead = dflash2_decode_pages(pages, tile + 1, keys, PAGE)
             for piece in range(PIECE):
                 if PIECE * (tile - first) + piece == q_piece:
                     if q_turn > 0:
