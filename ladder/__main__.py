@@ -50,6 +50,8 @@ def parse_args(argv=None):
     for option in ("shape", "seqlen"):
         if (args.quick or args.record) and getattr(args, option):
             parser.error(f"argument --{option}: not with --{'quick' if args.quick else 'record'}, whose problems are fixed")
+    if (args.quick or args.record) and args.mask != "both":
+        parser.error(f"argument --mask: not with --{'quick' if args.quick else 'record'}, whose problems are fixed")
     if args.dtype == "bfloat16" and (args.device == "cpu" or not torch.cuda.is_available()):
         parser.error("argument --dtype: Triton's interpreter multiplies bfloat16 wrongly; want float16 or float32 on a CPU")
     if args.device == "cuda" and not torch.cuda.is_available():
