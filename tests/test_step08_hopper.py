@@ -15,6 +15,7 @@ from ladder.lab.problem import AttentionProblem
 from ladder.step08_dflash2 import RangeWindows, eager, explain, hopper, hopper_decode
 
 BF16 = torch.bfloat16
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def tensors(d=128, dv=128, dtype=BF16, length=64):
@@ -140,6 +141,24 @@ def test_keys_are_split_only_where_tiles_do_not_fill_the_chip():
     assert 7 <= splits <= 9  # 16 x 8 = 128 of 132 processors
 
 
+@pytest.mark.parametrize("sinks", (None, (0.5, float("-inf"))), ids=str)
+def test_splits_merge_to_the_whole(sinks):
+    """Of rows that all splits see, that some see and that none sees; a sink counts once, and one of -inf not at all."""
+    torch.manual_seed(0)
+    sinks = None if sinks is None else torch.tensor(sinks, device=DEVICE)
+    part_out, part_lse = torch.randn(3, 2 * 2 * 5, 24, device=DEVICE), torch.randn(3, 2 * 2 * 5, device=DEVICE)
+    part_lse[0, ::5] = part_lse[:2, 1::5] = part_lse[:, 2::5] = float("-inf")
+    part_out[part_lse == float("-inf")] = 0
+    out, lse = torch.empty(2, 5, 2, 24, device=DEVICE).transpose(1, 2), torch.empty(2, 2, 5, device=DEVICE)
+    hopper.merge_splits(part_out, part_lse, out, lse, sinks)
+    logits = part_lse.view(3, 2, 2, 5)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.view(1, 1, 2, 1).expand(1, 2, 2, 5)])
+    weights = logits.softmax(0).nan_to_num(0.0)[:3]  # no logit at all: no weight
+    torch.testing.assert_close(out, (part_out.view(3, 2, 2, 5, 24) * weights[..., None]).sum(0))
+    torch.testing.assert_close(lse, logits.logsumexp(0))
+
+
 def test_mla_gives_a_small_batch_to_the_whole_chip():
     row_tiles, found, slots, *_ = hopper.plan_mla(1, 16, 32768, 132, None)
     assert (row_tiles, found) == (1, True) and slots >= 128
@@ -218,6 +237,8 @@ CASES = {
     "more queries": dict(Sq=500, Sk=150, causal=True), "aligned": dict(Sq=700, Sk=700, causal=True),
     "aligned, more queries": dict(Sq=512, Sk=256, causal=True), "one query": dict(Sq=1, Sk=777), "split": dict(Sq=60, Sk=3000, num_splits=3, causal=True),
     "sinks": dict(sinks=True, causal=True), "sinks, split": dict(Sq=60, Sk=3000, num_splits=4, sinks=True),
+    "sinks, rows without keys": dict(Sq=500, Sk=150, sinks=True, causal=True),
+    "sinks, rows without keys, split": dict(Sq=500, Sk=150, num_splits=2, sinks=True, causal=True),
     "softcap": dict(softcap=15.0), "negative": dict(scale=-0.1, causal=True), "right": dict(right=37),
     "window": dict(Sq=900, Sk=900, causal=True, windows=RangeWindows.sink_window(20, 130)),
     "prefix": dict(Sq=700, Sk=900, causal=True, windows=RangeWindows.prefix_local(-100, 3, 50)),
@@ -233,7 +254,7 @@ def test_hopper_prefill_is_right(name):
     torch.manual_seed(0)
     shapes = (2, 4, case["Sq"], case["D"]), (2, 2, case["Sk"], case["D"]), (2, 2, case["Sk"], dv)
     q, k, v = (torch.randn(s, device="cuda", dtype=case["dtype"]) for s in shapes)
-    sinks = torch.randn(4, device="cuda") if case.pop("sinks", False) else None
+    sinks = torch.tensor([0.5, float("-inf"), -1.0, 2.0], device="cuda") if case.pop("sinks", False) else None  # one of them none
     options = {name: case[name] for name in ("causal", "scale", "windows", "softcap", "right")} | {"sinks": sinks}
     out = torch.full((2, 4, case["Sq"], dv), float("nan"), device="cuda", dtype=case["dtype"])
     lse = torch.full((2, 4, case["Sq"]), float("nan"), device="cuda")

@@ -801,8 +801,9 @@ def dflash2_consume(
         if HAS_SINKS and not SPLIT:  # one more logit in the denominator
             logit = gl.load(sinks_ptr + head).to(gl.float32) * 1.4426950408889634
             higher = gl.maximum(top, logit)
-            norm = gl.exp2(top - higher)
-            total = total * norm + gl.exp2(logit - higher)
+            safe = gl.where(higher == float("-inf"), 0.0, higher)  # a sink of -inf for a row without keys: -inf - -inf would be NaN
+            norm = gl.exp2(top - safe)
+            total = total * norm + gl.exp2(logit - safe)
             top = higher
         total = gl.where(total == 0.0, 1.0, total)  # no key seen: 0 stays 0, and the log-sum-exp -inf
         factor = norm / total

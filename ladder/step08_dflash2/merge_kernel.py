@@ -17,16 +17,16 @@ def dflash2_merge_splits(
     head = row // seqlen_q % num_heads
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     for s in range(num_splits):
-        top = tl.maximum(top, tl.load(part_lse_ptr + s.to(tl.int64) * rows + row, mask=live, other=float("-inf")))
-    total = tl.zeros([BLOCK], tl.float32)
+        top = tl.maximum(top, tl.load(part_lse_ptr + tl.cast(s, tl.int64) * rows + row, mask=live, other=float("-inf")))
+    sink = tl.full([BLOCK], float("-inf"), tl.float32)
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32)
         top = tl.maximum(top, sink)
-        total = tl.exp(sink - top)
     shift = tl.where(top == float("-inf"), 0.0, top)  # -inf - -inf would be NaN
+    total = tl.exp(sink - shift)
     acc = tl.zeros([BLOCK, BLOCK_V], tl.float32)
     for s in range(num_splits):
-        place = s.to(tl.int64) * rows + row
+        place = tl.cast(s, tl.int64) * rows + row
         weight = tl.exp(tl.load(part_lse_ptr + place, mask=live, other=float("-inf")) - shift)
         part = tl.load(part_out_ptr + place[:, None] * HEAD_V + column[None, :], mask=live[:, None] & (column < HEAD_V)[None, :], other=0.0)
         acc += part * weight[:, None]
@@ -38,7 +38,7 @@ def dflash2_merge_splits(
         mask=live[:, None] & (column < HEAD_V)[None, :],
     )  # fmt: skip
     if HAS_LSE:
-        tl.store(lse_ptr + row, shift + tl.log(total), mask=live)
+        tl.store(lse_ptr + row, top + tl.log(safe), mask=live)
 
 
 @triton.jit(do_not_specialize=["programs"])  # a value, never a reason to compile again
