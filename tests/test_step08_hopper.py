@@ -127,6 +127,13 @@ def test_splits_follow_the_tiles_that_hold_queries():
     assert hopper.plan_prefill(*arguments)[1:3] == (4, 2)  # 128 works; a fifth, empty tile a head would make it three splits
 
 
+def test_a_block_table_without_columns_is_planned():
+    """Sequences without keys, whose rows are zeros: nothing to split, and no bytes to divide the cache by."""
+    for right in (None, 0):
+        _, num_m, splits, section, grid = hopper.plan_prefill(2, 8, 4, 10, 0, 128, 128, right, True, True, 5, 132)
+        assert splits == 1 and section >= 1 and grid == num_m * 8
+
+
 def test_sections_are_even():
     assert hopper.fit_section(16, 3) == 2  # not 3, 3, 3, 3, 3, 1: the one would run alone
     assert hopper.fit_section(64, 12) == 8

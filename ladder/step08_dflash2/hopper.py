@@ -171,7 +171,7 @@ def plan_prefill(
     aligned = right == 0 and (seqlen_k - seqlen_q) % 128 == 0 and chosen["N"] == block_m == 128
     chosen["ALIGNED"] = chosen.get("ALIGNED", True) and aligned and not (ragged or windows or num_splits > 1)
     if section is None:
-        section = choose_section(group, 2 * seqlen_k * (head_dim + head_dim_v), seqlen_k, right is not None)
+        section = choose_section(group, 2 * max(1, seqlen_k) * (head_dim + head_dim_v), seqlen_k, right is not None)  # a block table may have no column
     work = num_m * num_heads * (1 if ragged else num_seqs) * num_splits
     return chosen, num_m, num_splits, fit_section(num_heads * num_seqs, section), min(work, grid or processors)
 

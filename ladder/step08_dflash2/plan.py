@@ -48,7 +48,7 @@ def launch_config(
         # A chunk shorter than a tile fills it with the heads of its group, which then load K and V together.
         pack = next(p for p in range(min(group, config["BLOCK_M"]), 0, -1) if group % p == 0)
     if most_tokens is not None and most_tokens * pack < config["BLOCK_M"]:
-        block_m = max(16, 1 << (most_tokens * pack - 1).bit_length()) if most_tokens else 16
+        block_m = max(16, 1 << (max(1, most_tokens) * pack - 1).bit_length())  # a tile holds the heads of a token, whatever the bound
         if block_m <= 32:  # few rows: memory binds, so small programs with more loads under way
             config.update(BLOCK_M=block_m, BLOCK_N=min(config["BLOCK_N"], 32), num_warps=4, num_stages=config["num_stages"] + (itemsize == 2))
         elif block_m < config["BLOCK_M"]:
