@@ -12,7 +12,7 @@ import torch
 
 from ladder.lab import compile_matrix
 from ladder.lab.problem import AttentionProblem
-from ladder.step08_dflash2 import RangeWindows, eager, explain, hopper, hopper_decode
+from ladder.step08_dflash2 import RangeWindows, eager, explain, hopper, hopper_decode, warmup
 
 BF16 = torch.bfloat16
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -228,6 +228,43 @@ def test_explain_says_what_is_launched(causal):
     assert "dflash2_prefill_hopper" in text and "128 + 64 columns" in text
     assert ("8 heads side by side" in text) == causal  # without a diagonal, as many as the L2 cache holds
     assert "take turns" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        (dict(), {}), (dict(D=64, Dv=64), {}), (dict(Sk=1100), {}), (dict(Sk=4224), {}), (dict(B=1, Hq=16, Sq=512, Sk=131072), {}),
+        (dict(D=64, Dv=64), dict(ragged=True, return_lse=True)), (dict(B=1, Hq=8, Sq=512, Sk=65536), dict(page_size=64)),
+        (dict(causal=False), dict(windows=RangeWindows.sliding(64), sinks=True)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_warmup_launches_the_variant_of_the_whole_problem(changes, options):
+    """Few tokens, but the tiles, the mask and the splits that the lengths of the problem choose."""
+    p = AttentionProblem(**{**dict(B=2, Hq=32, Hkv=8, Sq=4096, Sk=4096, D=128, Dv=128, causal=True, dtype="bfloat16"), **changes})
+    launches = []
+
+    def launch(q, k, v, out, lse, *, cu_seqlens_q=None, block_table=None, num_splits=None, config=None, windows=None, causal, right, **others):
+        paged, ragged = block_table is not None, cu_seqlens_q is not None
+        rows, keys = (q.shape[0], block_table.numel() * k.shape[1] if paged else k.shape[0]) if ragged else (q.shape[2], k.shape[2])
+        config, _, splits, *_ = hopper.plan_prefill(
+            1, p.Hq, p.Hq // p.Hkv, rows, keys, p.D, p.Dv, right, ragged, paged, None, 132, num_splits, windows is not None,
+            None if config is None else tuple(sorted(config.items())),
+        )  # fmt: skip
+        launches.append((config, splits > 1, lse is not None, q.numel()))
+
+    with (
+        mock.patch("ladder.step08_dflash2.attention.hopper_code", lambda _: hopper),
+        mock.patch("ladder.step08_dflash2.attention.device_code", lambda *_: object()),
+        mock.patch("ladder.step08_dflash2.plan.processors", lambda _: 132),
+        mock.patch.object(hopper, "launch_prefill", launch),
+    ):
+        warmup([(p, options)], device="cpu")
+    page_size, ragged = options.get("page_size", 0), "ragged" in options or "page_size" in options
+    config, _, splits, *_ = hopper.plan_problem(
+        p, 0 if p.causal else None, ragged=ragged, page_size=page_size, windows="windows" in options
+    )
+    assert launches == [(config, splits > 1, "return_lse" in options, p.Hq * min(p.Sq, 256) * p.D)]
 
 
 # On a GPU
