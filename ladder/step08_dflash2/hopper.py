@@ -30,6 +30,8 @@ def config_for(width, width_v, short=False):
         return {**plain, "QBUF": 2, "CHAINS": True}
     if width <= 192 and width_v <= 128:  # no room for a second Q, nor for the output: Q comes early, the output leaves from registers
         return {**plain, "DIRECT": True, "Q_EARLY": True}
+    if width != width_v:  # Q's memory does not have the output's shape
+        return {**plain, "N": 64, "DIRECT": True}
     return {**plain, "N": 64, "O_IN_Q": True}
 
 
