@@ -24,7 +24,7 @@ from ladder.step08_dflash2 import (
     explain,
     warmup,
 )
-from ladder.step08_dflash2.attention import dense, device_code, scale_factors, varlen
+from ladder.step08_dflash2.attention import check_cu, dense, device_code, scale_factors, varlen
 from ladder.step08_dflash2.plan import launch_config
 
 module = importlib.import_module("ladder.step08_dflash2.attention")
@@ -226,6 +226,14 @@ def test_refusals(path, name, changes, error, message):
     changes = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) and v.device.type != "meta" else v for k, v in changes.items()}
     with pytest.raises(error, match=f"step08_dflash2: {message}"):
         function(*inputs(), **changes)
+
+
+def test_tokens_of_no_sequence_are_refused_where_offsets_are_not_read():
+    """The kernels would look for a first sequence behind the only offset."""
+    cu, q = torch.empty(1, dtype=torch.int32, device="meta"), torch.empty(5, 4, 16, device="meta")
+    with pytest.raises(ValueError, match="step08_dflash2: cu_seqlens_q has no sequence; want one at least for the 5 packed tokens"):
+        check_cu("cu_seqlens_q", cu, q)
+    assert check_cu("cu_seqlens_q", cu, q[:0]) == 0
 
 
 @pytest.mark.parametrize(

@@ -229,6 +229,24 @@ def test_padding_tokens_change_nothing(name):
     torch.testing.assert_close(got.residual[:5], want.residual)
 
 
+@pytest.mark.parametrize("sequences", (0, 2))
+@pytest.mark.parametrize("decode", (False, True))
+@pytest.mark.parametrize("name", ["llama", "v3"])
+def test_no_tokens(name, decode, sequences):
+    """What a rank without work calls: results of no rows, and a cache as it was."""
+    block = randomised(BLOCKS[name]())
+    server = served(block)
+    none = torch.empty(0, dtype=torch.int32, device=DEVICE)
+    table, lengths = (torch.zeros(shape, dtype=torch.int32, device=DEVICE) for shape in ((sequences, 6), (sequences,)))
+    batch = AttentionBatch(none, none.long(), table, lengths)
+    if not decode:
+        batch.cu_seqlens_q = torch.zeros(sequences + 1, dtype=torch.int32, device=DEVICE)
+    got = block(torch.empty(0, HIDDEN, device=DEVICE), None, server.cos, server.sin, batch, *server.caches)
+    assert got.normed.shape == got.residual.shape == (0, HIDDEN)
+    assert got.expert_counts is None or not got.expert_counts.any()
+    assert all(cache.isnan().all() for cache in server.caches)
+
+
 def test_same_layout_as_the_paged_cache():
     """Step 06's cache and this block mean the same slots."""
     block = randomised(BLOCKS["llama"]())

@@ -12,9 +12,10 @@ import torch
 
 from ladder.lab import compile_matrix
 from ladder.lab.problem import AttentionProblem
-from ladder.step08_dflash2 import RangeWindows, eager, explain, hopper, hopper_decode
+from ladder.step08_dflash2 import RangeWindows, eager, explain, hopper, hopper_decode, warmup
 
 BF16 = torch.bfloat16
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def tensors(d=128, dv=128, dtype=BF16, length=64):
@@ -62,10 +63,11 @@ def test_tiles_cover_the_head(head_dim):
 
 
 @pytest.mark.parametrize("short", (False, True))
-@pytest.mark.parametrize(("d", "dv"), [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)])
+@pytest.mark.parametrize(("d", "dv"), [(d, dv) for d, _ in hopper.WIDTHS for dv, _ in hopper.WIDTHS if dv <= d])
 def test_tiles_and_barriers_fit_the_chip(d, dv, short):
     config = hopper.config_for(d, dv, short)
     rows, n = 64 * config["WG"], config["N"]
+    assert d == dv or not config["O_IN_Q"]  # one memory, of one shape, for Q and then the output
     output = 0 if config["O_IN_Q"] else 1024 if config["DIRECT"] else rows * dv  # straight from registers: 512 bytes a warp
     shared = 2 * (config["QBUF"] * rows * d + config["STAGES"] * n * (d + dv) + output) + 1024
     assert shared <= 227 * 1024
@@ -126,6 +128,13 @@ def test_splits_follow_the_tiles_that_hold_queries():
     assert hopper.plan_prefill(*arguments)[1:3] == (4, 2)  # 128 works; a fifth, empty tile a head would make it three splits
 
 
+def test_a_block_table_without_columns_is_planned():
+    """Sequences without keys, whose rows are zeros: nothing to split, and no bytes to divide the cache by."""
+    for right in (None, 0):
+        _, num_m, splits, section, grid = hopper.plan_prefill(2, 8, 4, 10, 0, 128, 128, right, True, True, 5, 132)
+        assert splits == 1 and section >= 1 and grid == num_m * 8
+
+
 def test_sections_are_even():
     assert hopper.fit_section(16, 3) == 2  # not 3, 3, 3, 3, 3, 1: the one would run alone
     assert hopper.fit_section(64, 12) == 8
@@ -138,6 +147,24 @@ def test_keys_are_split_only_where_tiles_do_not_fill_the_chip():
     assert hopper.choose_splits(tiles=1, seqlen_k=256, block_n=128, processors=132) == 1
     splits = hopper.choose_splits(tiles=16, seqlen_k=1 << 17, block_n=128, processors=132)
     assert 7 <= splits <= 9  # 16 x 8 = 128 of 132 processors
+
+
+@pytest.mark.parametrize("sinks", (None, (0.5, float("-inf"))), ids=str)
+def test_splits_merge_to_the_whole(sinks):
+    """Of rows that all splits see, that some see and that none sees; a sink counts once, and one of -inf not at all."""
+    torch.manual_seed(0)
+    sinks = None if sinks is None else torch.tensor(sinks, device=DEVICE)
+    part_out, part_lse = torch.randn(3, 2 * 2 * 5, 24, device=DEVICE), torch.randn(3, 2 * 2 * 5, device=DEVICE)
+    part_lse[0, ::5] = part_lse[:2, 1::5] = part_lse[:, 2::5] = float("-inf")
+    part_out[part_lse == float("-inf")] = 0
+    out, lse = torch.empty(2, 5, 2, 24, device=DEVICE).transpose(1, 2), torch.empty(2, 2, 5, device=DEVICE)
+    hopper.merge_splits(part_out, part_lse, out, lse, sinks)
+    logits = part_lse.view(3, 2, 2, 5)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.view(1, 1, 2, 1).expand(1, 2, 2, 5)])
+    weights = logits.softmax(0).nan_to_num(0.0)[:3]  # no logit at all: no weight
+    torch.testing.assert_close(out, (part_out.view(3, 2, 2, 5, 24) * weights[..., None]).sum(0))
+    torch.testing.assert_close(lse, logits.logsumexp(0))
 
 
 def test_mla_gives_a_small_batch_to_the_whole_chip():
@@ -212,6 +239,43 @@ def test_explain_says_what_is_launched(causal):
     assert "take turns" in text
 
 
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        (dict(), {}), (dict(D=64, Dv=64), {}), (dict(Sk=1100), {}), (dict(Sk=4224), {}), (dict(B=1, Hq=16, Sq=512, Sk=131072), {}),
+        (dict(D=64, Dv=64), dict(ragged=True, return_lse=True)), (dict(B=1, Hq=8, Sq=512, Sk=65536), dict(page_size=64)),
+        (dict(causal=False), dict(windows=RangeWindows.sliding(64), sinks=True)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_warmup_launches_the_variant_of_the_whole_problem(changes, options):
+    """Few tokens, but the tiles, the mask and the splits that the lengths of the problem choose."""
+    p = AttentionProblem(**{**dict(B=2, Hq=32, Hkv=8, Sq=4096, Sk=4096, D=128, Dv=128, causal=True, dtype="bfloat16"), **changes})
+    launches = []
+
+    def launch(q, k, v, out, lse, *, cu_seqlens_q=None, block_table=None, num_splits=None, config=None, windows=None, causal, right, **others):
+        paged, ragged = block_table is not None, cu_seqlens_q is not None
+        rows, keys = (q.shape[0], block_table.numel() * k.shape[1] if paged else k.shape[0]) if ragged else (q.shape[2], k.shape[2])
+        config, _, splits, *_ = hopper.plan_prefill(
+            1, p.Hq, p.Hq // p.Hkv, rows, keys, p.D, p.Dv, right, ragged, paged, None, 132, num_splits, windows is not None,
+            None if config is None else tuple(sorted(config.items())),
+        )  # fmt: skip
+        launches.append((config, splits > 1, lse is not None, q.numel()))
+
+    with (
+        mock.patch("ladder.step08_dflash2.attention.hopper_code", lambda _: hopper),
+        mock.patch("ladder.step08_dflash2.attention.device_code", lambda *_: object()),
+        mock.patch("ladder.step08_dflash2.plan.processors", lambda _: 132),
+        mock.patch.object(hopper, "launch_prefill", launch),
+    ):
+        warmup([(p, options)], device="cpu")
+    page_size, ragged = options.get("page_size", 0), "ragged" in options or "page_size" in options
+    config, _, splits, *_ = hopper.plan_problem(
+        p, 0 if p.causal else None, ragged=ragged, page_size=page_size, windows="windows" in options
+    )
+    assert launches == [(config, splits > 1, "return_lse" in options, p.Hq * min(p.Sq, 256) * p.D)]
+
+
 # On a GPU
 
 
@@ -222,12 +286,12 @@ def hopper_only():
 
 CASES = {
     "causal": dict(causal=True), "dense": dict(), "d64": dict(D=64, causal=True), "d64 long": dict(D=64, Sq=2500, Sk=2500, causal=True),
-    "192/128": dict(D=192, Dv=128, causal=True), "d256": dict(D=256), "d80": dict(D=80, causal=True), "fp16": dict(dtype=torch.float16),
+    "192/128": dict(D=192, Dv=128, causal=True), "d256": dict(D=256), "256/128": dict(D=256, Dv=128), "224/192": dict(D=224, Dv=192, causal=True), "d80": dict(D=80, causal=True), "fp16": dict(dtype=torch.float16),
     "more queries": dict(Sq=500, Sk=150, causal=True), "aligned": dict(Sq=700, Sk=700, causal=True),
     "aligned, more queries": dict(Sq=512, Sk=256, causal=True), "one query": dict(Sq=1, Sk=777), "split": dict(Sq=60, Sk=3000, num_splits=3, causal=True),
     "sinks": dict(sinks=True, causal=True), "sinks, split": dict(Sq=60, Sk=3000, num_splits=4, sinks=True),
-    "one sink of nothing, more queries": dict(Sq=500, Sk=150, sinks=True, causal=True, nothing=1),
-    "one sink of nothing, more queries, split": dict(Sq=500, Sk=150, sinks=True, causal=True, nothing=1, num_splits=2),
+    "sinks, rows without keys": dict(Sq=500, Sk=150, sinks=True, causal=True),
+    "sinks, rows without keys, split": dict(Sq=500, Sk=150, num_splits=2, sinks=True, causal=True),
     "softcap": dict(softcap=15.0), "negative": dict(scale=-0.1, causal=True), "right": dict(right=37),
     "window": dict(Sq=900, Sk=900, causal=True, windows=RangeWindows.sink_window(20, 130)),
     "prefix": dict(Sq=700, Sk=900, causal=True, windows=RangeWindows.prefix_local(-100, 3, 50)),
@@ -243,9 +307,7 @@ def test_hopper_prefill_is_right(name):
     torch.manual_seed(0)
     shapes = (2, 4, case["Sq"], case["D"]), (2, 2, case["Sk"], case["D"]), (2, 2, case["Sk"], dv)
     q, k, v = (torch.randn(s, device="cuda", dtype=case["dtype"]) for s in shapes)
-    sinks = torch.randn(4, device="cuda") if case.pop("sinks", False) else None
-    if "nothing" in case:
-        sinks[case.pop("nothing")] = float("-inf")
+    sinks = torch.tensor([0.5, float("-inf"), -1.0, 2.0], device="cuda") if case.pop("sinks", False) else None  # one of them none
     options = {name: case[name] for name in ("causal", "scale", "windows", "softcap", "right")} | {"sinks": sinks}
     out = torch.full((2, 4, case["Sq"], dv), float("nan"), device="cuda", dtype=case["dtype"])
     lse = torch.full((2, 4, case["Sq"]), float("nan"), device="cuda")
@@ -275,13 +337,13 @@ def test_hopper_prefill_gives_the_same_bits_a_thousand_times():
 
 
 def test_hopper_kernels_compile_without_spills_in_their_loops():
-    """The plain causal prefill and MLA decode: tensor cores of sm_90, products under way together, nothing spilled in loops."""
+    """The plain causal prefill, one of values narrower than keys, and MLA decode: tensor cores of sm_90, products under way together, nothing spilled in loops."""
     code = """
 import json
 from ladder.lab.compile import compile_for
 from ladder.step08_dflash2.hopper_compile_cases import hopper_compile_cases
 for name, kernel, args, kwargs in hopper_compile_cases():
-    if name.startswith(("d128/128 bfloat16 causal 4096  prefill", "MLA 16 heads q_len 1", "MLA 128 heads")):
+    if name.startswith(("d128/128 bfloat16 causal 4096  prefill", "d256/128", "MLA 16 heads q_len 1", "MLA 128 heads")):
         c = compile_for("sm_90", kernel, *args, **kwargs)
         print(json.dumps([name, c.count("HGMMA"), c.serialized, c.hot_loop_spills, c.shared]))
 """
@@ -290,7 +352,7 @@ for name, kernel, args, kwargs in hopper_compile_cases():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=compile_matrix.ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 5  # prefill, MLA of few rows, and its merge inside or after it, MLA of many rows, and with its merge inside
+    assert len(rows) == 6  # prefill twice, MLA of few rows, and its merge inside or after it, MLA of many rows, and with its merge inside
     for name, products, serialized, spills, shared in rows:
         assert not serialized and spills <= 3 and shared <= 227 * 1024, name  # a word or two of MLA's
         assert products >= 60 or "merge" in name

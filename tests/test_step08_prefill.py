@@ -221,6 +221,15 @@ def test_short_chunks_are_packed(heads, Sq, pack, block_m):
     assert config["PACK"] == pack and config["BLOCK_M"] >= pack and config["BLOCK_M"] == block_m
 
 
+def test_a_bound_below_the_truth_chooses_tiles_and_no_more():
+    """``max_seqlen_q`` 0 in front of tokens, and more heads of a KV head than the smallest tile has rows."""
+    q, k, v = torch.randn(7, 40, 16, device=DEVICE), torch.randn(9, 1, 16, device=DEVICE), torch.randn(9, 1, 16, device=DEVICE)
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ((0, 2, 7), (0, 4, 9)))
+    want = varlen(q, k, v, cu_q, cu_k, 5, causal=True)
+    for bound in (0, 1, 3):
+        torch.testing.assert_close(varlen(q, k, v, cu_q, cu_k, bound, causal=True), want)
+
+
 @pytest.mark.parametrize("name", ("dense", "windowed", "float32", "packed"))
 def test_shipped_tiles(name):
     p = {"float32": problem(dtype="float32"), "packed": problem(Hq=4, Sq=5, Sk=140)}.get(name, problem(Sq=140, Sk=150, D=72, Dv=72))
@@ -276,6 +285,10 @@ def test_layout_is_that_of_step_07():
             assert module.layout_of(x, k) == module.layout(x, k), x.stride()
     far = torch.empty_strided((1, 1, 2, 32), (1, 1, 1 << 30, 1), dtype=torch.float16, device="meta")
     assert module.layout_of(far, far)["WIDE"] is True
+    packed = torch.empty_strided((200, 1, 32), (1 << 24, 32, 1), dtype=torch.float16, device="meta")  # a key's stride comes first
+    assert module.layout_of(packed, packed)["WIDE"] is True and module.layout_of(packed[None], packed[None])["WIDE"] is True
+    batch = torch.empty_strided((2, 1, 200, 32), (1 << 40, 6400, 32, 1), dtype=torch.float16, device="meta")
+    assert module.layout_of(batch, batch)["WIDE"] is False
 
 
 def test_agrees_with_step_07(small):

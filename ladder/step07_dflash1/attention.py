@@ -418,7 +418,8 @@ def layout(k, v):
     aligned = all(
         x.data_ptr() % 16 == 0 and x.stride(-1) == 1 and all(s % unit == 0 for s in x.stride()[:-1]) for x in (k, v)
     )
-    wide = any(abs(s) * max(256, x.shape[-1]) >= 1 << 30 for x in (k, v) for s in x.stride()[1:])
+    # The last three: no tile steps from one tensor of a batch, or page, to the next, but packed keys have no such stride in front.
+    wide = any(abs(s) * max(256, x.shape[-1]) >= 1 << 30 for x in (k, v) for s in x.stride()[-3:])
     return dict(ALIGNED=unit if aligned else 0, WIDE=wide)
 
 

@@ -397,6 +397,8 @@ def check_cu(name, cu_seqlens, packed):
         return len(check_cu_seqlens(RUNG, name, cu_seqlens, packed.shape[0])) - 1
     if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{RUNG}: {name} is {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; want (num_seqs + 1,) int32 or int64")
+    if cu_seqlens.numel() == 1 and packed.shape[0]:  # the kernels would look for a first sequence
+        raise ValueError(f"{RUNG}: {name} has no sequence; want one at least for the {packed.shape[0]} packed tokens")
     return cu_seqlens.numel() - 1
 
 

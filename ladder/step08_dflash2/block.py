@@ -217,9 +217,9 @@ class DFlash2AttentionBlock(_Block):
                 q, k_cache, v_cache, batch.block_table, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, **options
             )
         else:
-            q = q.view(-1, self._q_len(batch, x.shape[0]), self.num_heads, self.head_dim)
+            q = q.view(len(batch.seq_lens), self._q_len(batch, x.shape[0]), self.num_heads, self.head_dim)
             attended = dflash2_decode(q, k_cache, v_cache, batch.block_table, batch.seq_lens, workspace=workspace, **options)
-        return self._finish(attended.reshape(x.shape[0], -1), residual, workspace)
+        return self._finish(attended.reshape(len(x), self.num_heads * self.head_dim), residual, workspace)
 
 
 class DFlash2MLABlock(_Block):
@@ -293,14 +293,14 @@ class DFlash2MLABlock(_Block):
         if decode:
             from .decode import dflash2_mla_decode
 
-            q = q.view(-1, self._q_len(batch, tokens), self.num_heads, self.rank + self.rope)
+            q = q.view(len(batch.seq_lens), self._q_len(batch, tokens), self.num_heads, self.rank + self.rope)
             latent = dflash2_mla_decode(
                 q, latent_cache, batch.block_table, batch.seq_lens, head_dim_v=self.rank, workspace=workspace, **options
             ).reshape(tokens, self.num_heads, self.rank)
             attended = torch.bmm(latent.transpose(0, 1), up[:, self.nope :].transpose(1, 2)).transpose(0, 1)
         else:
             attended = self._prefill(q, batch, latent_cache, options)
-        return self._finish(attended.reshape(tokens, -1), residual, workspace)
+        return self._finish(attended.reshape(tokens, self.num_heads * self.v_head_dim), residual, workspace)
 
     def _prefill(self, q, batch, latent_cache, options):
         """Attention of new tokens over keys and values projected from the cache."""
@@ -311,6 +311,6 @@ class DFlash2MLABlock(_Block):
         slots, page_size = slots.long().clamp(min=0), latent_cache.shape[1]  # padding behind the last sequence has no slot
         rows = latent_cache[slots // page_size, slots % page_size]
         kv = nn.functional.linear(rows[:, : self.rank], self.weight_kv_b)
-        k_nope, v = kv.view(len(rows), self.num_heads, -1).split([self.nope, self.v_head_dim], dim=2)
+        k_nope, v = kv.view(len(rows), self.num_heads, self.nope + self.v_head_dim).split([self.nope, self.v_head_dim], dim=2)
         k = torch.cat((k_nope, rows[:, None, self.rank :].expand(-1, self.num_heads, -1)), dim=2)
         return dflash2_varlen(q, k, v, batch.cu_seqlens_q, cu_seqlens_k, batch.max_seqlen_q, None, causal=True, **options)

@@ -30,6 +30,8 @@ def config_for(width, width_v, short=False):
         return {**plain, "QBUF": 2, "CHAINS": True}
     if width <= 192 and width_v <= 128:  # no room for a second Q, nor for the output: Q comes early, the output leaves from registers
         return {**plain, "DIRECT": True, "Q_EARLY": True}
+    if width != width_v:  # Q's memory does not have the output's shape
+        return {**plain, "N": 64, "DIRECT": True}
     return {**plain, "N": 64, "O_IN_Q": True}
 
 
@@ -171,18 +173,23 @@ def plan_prefill(
     aligned = right == 0 and (seqlen_k - seqlen_q) % 128 == 0 and chosen["N"] == block_m == 128
     chosen["ALIGNED"] = chosen.get("ALIGNED", True) and aligned and not (ragged or windows or num_splits > 1)
     if section is None:
-        section = choose_section(group, 2 * seqlen_k * (head_dim + head_dim_v), seqlen_k, right is not None)
+        section = choose_section(group, 2 * max(1, seqlen_k) * (head_dim + head_dim_v), seqlen_k, right is not None)  # a block table may have no column
     work = num_m * num_heads * (1 if ragged else num_seqs) * num_splits
     return chosen, num_m, num_splits, fit_section(num_heads * num_seqs, section), min(work, grid or processors)
 
 
-def describe_prefill(p, right, *, ragged=False, page_size=0, processors=132):
-    """Sentences about how a problem (fields of ``AttentionProblem``) is launched, for ``explain``."""
+def plan_problem(p, right, *, ragged=False, page_size=0, processors=132, windows=False):
+    """``plan_prefill`` of a problem (fields of ``AttentionProblem``), whose sequences are all of one length."""
     rows = p.B * p.Sq if ragged else p.Sq
     keys = -(-p.Sk // page_size) * page_size if page_size else p.B * p.Sk if ragged else p.Sk
-    config, num_m, splits, section, grid = plan_prefill(
-        p.B, p.Hq, p.Hq // p.Hkv, rows, keys, p.D, p.Dv, right, ragged, page_size > 0, p.Sq, processors
+    return plan_prefill(
+        p.B, p.Hq, p.Hq // p.Hkv, rows, keys, p.D, p.Dv, right, ragged, page_size > 0, p.Sq, processors, windows=windows
     )
+
+
+def describe_prefill(p, right, *, ragged=False, page_size=0, processors=132):
+    """Sentences about how a problem (fields of ``AttentionProblem``) is launched, for ``explain``."""
+    config, num_m, splits, section, grid = plan_problem(p, right, ragged=ragged, page_size=page_size, processors=processors)
     (_, (d1, d2)) = width_of(p.D)
     tiles = num_m * p.Hq * (1 if ragged else p.B)
     lines = [

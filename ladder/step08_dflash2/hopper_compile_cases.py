@@ -19,7 +19,7 @@ PREFILL = (
     (256, 256, BF16, True, 4096, None, {}), (128, 128, BF16, True, 4096, None, dict(windows=WINDOW)),
     (128, 128, BF16, True, 4096, None, dict(windows=RANGES, sinks=True)), (128, 128, BF16, True, 4096, None, dict(softcap=30.0)), (128, 128, BF16, True, 4096, 0, {}),
     (64, 64, BF16, True, 1024, None, {}), (192, 128, BF16, False, 4096, None, {}),
-    (128, 128, BF16, True, 4096, 64, {}), (128, 128, BF16, True, 4096, 16, dict(num_splits=4)), (192, 128, BF16, True, 4096, 64, {}),
+    (256, 128, BF16, False, 4096, None, {}), (128, 128, BF16, True, 4096, 64, {}), (128, 128, BF16, True, 4096, 16, dict(num_splits=4)), (192, 128, BF16, True, 4096, 64, {}),
 )  # fmt: skip
 # heads, new tokens, page size, dtype, splits, merged inside
 MLA = ((16, 1, 64, BF16, None, None), (128, 1, 64, BF16, 1, None), (8, 4, 16, FP16, 3, None), (16, 4, 16, FP16, None, None),

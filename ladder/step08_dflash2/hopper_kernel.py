@@ -801,7 +801,7 @@ def dflash2_consume(
         if HAS_SINKS and not SPLIT:  # one more logit in the denominator
             logit = gl.load(sinks_ptr + head).to(gl.float32) * 1.4426950408889634
             higher = gl.maximum(top, logit)
-            safe = gl.where(higher == float("-inf"), 0.0, higher)  # -inf - -inf would be NaN
+            safe = gl.where(higher == float("-inf"), 0.0, higher)  # a sink of -inf for a row without keys: -inf - -inf would be NaN
             norm = gl.exp2(top - safe)
             total = total * norm + gl.exp2(logit - safe)
             top = higher

@@ -48,7 +48,7 @@ def launch_config(
         # A chunk shorter than a tile fills it with the heads of its group, which then load K and V together.
         pack = next(p for p in range(min(group, config["BLOCK_M"]), 0, -1) if group % p == 0)
     if most_tokens is not None and most_tokens * pack < config["BLOCK_M"]:
-        block_m = max(16, 1 << (most_tokens * pack - 1).bit_length()) if most_tokens else 16
+        block_m = max(16, 1 << (max(1, most_tokens) * pack - 1).bit_length())  # a tile holds the heads of a token, whatever the bound
         if block_m <= 32:  # few rows: memory binds, so small programs with more loads under way
             config.update(BLOCK_M=block_m, BLOCK_N=min(config["BLOCK_N"], 32), num_warps=4, num_stages=config["num_stages"] + (itemsize == 2))
         elif block_m < config["BLOCK_M"]:
@@ -186,7 +186,7 @@ def warmup(shapes, device=None):
 
     Args:
         shapes: problems as ``explain`` takes them, or pairs (problem, options) with its options, such as
-            ``(AttentionProblem(...), dict(windows=..., page_size=64))``. Lengths count only as far as they choose tiles.
+            ``(AttentionProblem(...), dict(windows=..., page_size=64))``. Lengths count only as far as they choose tiles, splits or mask code.
         device: as in ``explain``.
 
     Returns:
@@ -223,21 +223,51 @@ def _warm_prefill(
     from .attention import dense, paged_prefill, varlen
 
     short = p.replace(B=1, Sq=min(p.Sq, 256), Sk=min(p.Sk, 256))
+    if p.Sq and p.Sk:  # sm_90 has a kernel of its own where the diagonal meets the corners of the tiles
+        short = short.replace(Sk=short.Sq + (p.Sk - p.Sq) % 128)
     ragged = ragged or page_size > 0
     q, k, v = (torch.zeros(x.shape, dtype=x.dtype, device=device) for x in _meta_tensors(short, ragged, page_size))
     options = dict(
         causal=p.causal, windows=windows, softcap=softcap, right=right, return_lse=return_lse,
         sinks=torch.zeros(p.Hq, device=device) if sinks else None,
     )  # fmt: skip
-    if not ragged:
-        dense(q, k, v, **options)
+    cu_q, cu_k, lengths = (torch.tensor(n, dtype=torch.int32, device=device) for n in ([0, short.Sq], [0, short.Sk], [short.Sk]))
+    table = torch.arange(k.shape[0], dtype=torch.int32, device=device)[None]
+    if _warm_hopper(p, q, k, v, (cu_q, cu_k, table, lengths), ragged, page_size, options):
         return
-    cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (short.Sq, short.Sk))
     if page_size:
-        table = torch.arange(k.shape[0], dtype=torch.int32, device=device)[None]
-        paged_prefill(q, k, v, table, torch.tensor([short.Sk], dtype=torch.int32, device=device), cu_q, short.Sq, **options)
-    else:
+        paged_prefill(q, k, v, table, lengths, cu_q, short.Sq, **options)
+    elif ragged:
         varlen(q, k, v, cu_q, cu_k, short.Sq, short.Sk, **options)
+    else:
+        dense(q, k, v, **options)
+
+
+def _warm_hopper(p, q, k, v, packed, ragged, page_size, options):
+    """Launch the sm_90 kernel on the short tensors in the variant that problem ``p`` takes, which its lengths choose; whether it was."""
+    from .attention import check_options, hopper_code
+
+    hopper = hopper_code(q.device)
+    if hopper is None or not (p.B and p.Sq):
+        return False
+    options = dict(options)
+    return_lse, names = options.pop("return_lse"), ("windows", "softcap", "right")
+    options |= zip(names, check_options((q, k, v), p.Hq, p.causal, options["windows"], options["softcap"], options["sinks"], return_lse, options["right"]))
+    out = q.new_empty(*q.shape[:-1], p.Dv)
+    if hopper.supports_prefill(q, k, v, out=out, paged=page_size > 0, **options) is not None:
+        return False
+    cu_q, cu_k, table, lengths = packed
+    if page_size:
+        packed = dict(cu_seqlens_q=cu_q, block_table=table, seq_lens=lengths)
+    else:
+        packed = dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k) if ragged else {}
+    config, _, num_splits, *_ = hopper.plan_problem(
+        p, options["right"], ragged=ragged, page_size=page_size, processors=processors(q.device), windows=options["windows"] is not None
+    )
+    lse = q.new_empty(*((p.Hq, len(q)) if ragged else q.shape[:3]), dtype=torch.float32) if return_lse else None
+    # The number of splits is a value; whether there are any is a variant.
+    hopper.launch_prefill(q, k, v, out, lse, scale=p.D**-0.5, num_splits=min(num_splits, 2), config=config, **packed, **options)
+    return True
 
 
 def _warm_decode(p, options, device):
