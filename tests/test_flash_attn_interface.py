@@ -157,6 +157,28 @@ def test_compiled_in_one_graph():
         torch.testing.assert_close(compiled, step(q, cache.clone(), new, lengths))
 
 
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("window", [(-1, -1), (2, 1)])
+def test_compiled_with_sizes_that_change(window):
+    """One graph for all lengths: no size is written down while it is a symbol."""
+    dims = dict(device=CPU, dtype=torch.float32)
+    starts = torch.tensor([0, 2, 5], dtype=torch.int32)
+
+    def calls(q, k, lengths):
+        dense = fa.flash_attn_func(q, k, k, window_size=window)
+        packed = fa.flash_attn_varlen_func(q[0], k[0], k[0], lengths, lengths, None, None, window_size=window)
+        return dense, packed, fa.flash_attn_with_kvcache(q, k, k, window_size=window)
+
+    with torch.no_grad():
+        torch._dynamo.reset()
+        compiled = torch.compile(calls, fullgraph=True, backend="aot_eager", dynamic=True)
+        for length in (5, 6, 9):
+            arguments = make(2, length, 4, 16, **dims), make(2, length, 2, 16, **dims, seed=1), starts.clamp(max=length)
+            arguments[2][-1] = length
+            for found, wanted in zip(compiled(*arguments), calls(*arguments), strict=True):
+                torch.testing.assert_close(found, wanted)
+
+
 def test_combine():
     dims = dict(device=CPU, dtype=torch.float32)
     q, k, v = make(5, 4, 16, **dims), make(30, 2, 16, **dims, seed=1), make(30, 2, 16, **dims, seed=2)
@@ -173,6 +195,8 @@ def test_combine():
     torch.testing.assert_close(given[0].double(), wanted, atol=1e-5, rtol=1e-5)
     nothing = fa.flash_attn_combine(out_partial[3:], lse_partial[3:])
     assert not nothing[0].any() and (nothing[1] == -math.inf).all()
+    with pytest.raises(ValueError, match="out_dtype is torch.float16; want torch.float32, the dtype of out"):
+        fa.flash_attn_combine(out_partial, lse_partial, out=given, out_dtype=torch.float16)
     with pytest.raises(ValueError, match=r"lse_partial is \(4, 1, 5, 3\); want \(4, 1, 5, 4\)"):
         fa.flash_attn_combine(out_partial, lse_partial[..., :3])
 
@@ -184,8 +208,16 @@ def test_forward_is_in_the_graph_and_backward_says_why():
     assert out.requires_grad and not lse.requires_grad
     with pytest.raises(NotImplementedError, match="flash_attn_func: gradients.*step 04"):
         out.sum().backward()
+    sinks = torch.zeros(2, requires_grad=True)
+    plain, starts = [x.detach() for x in (q, k, v)], torch.tensor([0, 3], dtype=torch.int32)
+    for out in (
+        fa.flash_attn_func(*plain, learnable_sink=sinks),
+        fa.flash_attn_varlen_func(*(x[0] for x in plain), starts, starts, 3, 3, s_aux=sinks),
+    ):
+        with pytest.raises(NotImplementedError, match="gradients.*step 04"):
+            out.sum().backward()
     with torch.no_grad():
-        assert not fa.flash_attn_func(q, k, v).requires_grad
+        assert not fa.flash_attn_func(q, k, v, learnable_sink=sinks).requires_grad
     assert not fa.flash_attn_with_kvcache(q, k, v).requires_grad
 
 
@@ -229,6 +261,30 @@ def test_bad_arguments():
             fa.flash_attn_with_kvcache(x, x, x, **arguments)
     with pytest.raises(TypeError, match="q is a list"):
         fa.flash_attn_func([1], x, x)
+
+
+def test_lengths_that_do_not_fit_on_a_cpu():
+    """Sequences of at most one token go to decode, which gives every one of them a row."""
+    ints = dict(dtype=torch.int32)
+    q, cache = make(3, 4, 16, device=CPU, dtype=torch.float32), make(3, 8, 2, 16, device=CPU, dtype=torch.float32)
+    for starts, most, message in (
+        ([0, 1, 1, 2], 1, r"cu_seqlens_q is \[0, 1, 1, 2\]; want 0, .*up to the 3 packed tokens"),
+        ([0, 0, 2, 3], 1, "max_seqlen_q is 1; want at least 2, the longest sequence"),
+    ):
+        with pytest.raises(ValueError, match=f"flash_attn_with_kvcache: {message}"):
+            fa.flash_attn_with_kvcache(q, cache, cache, cu_seqlens_q=torch.tensor(starts, **ints), max_seqlen_q=most)
+    starts, used = torch.tensor([0, 1, 3], **ints), torch.tensor([1, 1], **ints)
+    for most in ((1, 2), (2, 1)):
+        with pytest.raises(ValueError, match="flash_attn_varlen_func: max_seqlen_. is 1; want at least 2"):
+            fa.flash_attn_varlen_func(q, q, q, starts, starts, *most, window_size=(0, 1))
+    fa.flash_attn_varlen_func(q, q, q, starts, starts, 1, 1, used, used)
+
+
+def test_a_window_side_of_none():
+    q, cache = make(2, 3, 4, 16, device=CPU, dtype=torch.float32), make(2, 8, 2, 16, device=CPU, dtype=torch.float32)
+    for theirs, mine in (((None, None), (-1, -1)), ((2, None), (2, -1)), ((None, 1), (-1, 1))):
+        for call in (fa.flash_attn_func, fa.flash_attn_with_kvcache):
+            assert torch.equal(call(q, cache, cache, window_size=theirs), call(q, cache, cache, window_size=mine))
 
 
 def test_hints_change_nothing():
