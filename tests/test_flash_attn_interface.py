@@ -280,6 +280,37 @@ def test_lengths_that_do_not_fit_on_a_cpu():
     fa.flash_attn_varlen_func(q, q, q, starts, starts, 1, 1, used, used)
 
 
+@pytest.mark.parametrize("wrong", [
+    dict(softcap=-1.0), dict(softmax_scale=math.inf), dict(learnable_sink=torch.zeros(3)), dict(cache_leftpad=9),
+    dict(page_table=torch.tensor([[7, 1, 0]], dtype=torch.int32)), dict(scheduler_metadata=torch.zeros(1, 4)),
+    dict(rotary_cos=torch.ones(3, 4), rotary_sin=torch.ones(3, 4)),
+], ids=lambda wrong: next(iter(wrong)))  # fmt: skip
+def test_nothing_is_written_by_a_call_that_fails(wrong):
+    dims = dict(device=CPU, dtype=torch.float32)
+    q, cache, new = make(1, 2, 4, 16, **dims), make(3, 4, 2, 16, **dims), make(1, 2, 2, 16, **dims, seed=1)
+    keys, values = cache.clone(), cache.clone()
+    right = dict(page_table=torch.tensor([[2, 1, 0]], dtype=torch.int32), cache_seqlens=torch.tensor([5], dtype=torch.int32))
+    with pytest.raises(ValueError):
+        fa.flash_attn_with_kvcache(q, keys, values, new, new, **{**right, **wrong})
+    assert torch.equal(keys, cache) and torch.equal(values, cache)
+    fa.flash_attn_with_kvcache(q, keys, values, new, new, **right)
+    assert not torch.equal(keys, cache)
+
+
+def test_starts_of_any_stride():
+    dims = dict(device=CPU, dtype=torch.float32)
+    q, k = make(5, 4, 16, **dims), make(2, 8, 2, 16, **dims, seed=1)
+    starts = torch.tensor([[0, 9], [2, 9], [5, 9]], dtype=torch.int32)[:, 0]
+    assert torch.equal(
+        fa.flash_attn_varlen_func(q, q, q, starts, starts, 3, 3), fa.flash_attn_varlen_func(q, q, q, *[starts.contiguous()] * 2, 3, 3)
+    )
+    packed = dict(cu_seqlens_q=starts, max_seqlen_q=3)
+    assert torch.equal(
+        fa.flash_attn_with_kvcache(q, k, k, **packed),
+        fa.flash_attn_with_kvcache(q, k, k, **{**packed, "cu_seqlens_q": starts.contiguous()}),
+    )
+
+
 def test_a_window_side_of_none():
     q, cache = make(2, 3, 4, 16, device=CPU, dtype=torch.float32), make(2, 8, 2, 16, device=CPU, dtype=torch.float32)
     for theirs, mine in (((None, None), (-1, -1)), ((2, None), (2, -1)), ((None, 1), (-1, 1))):

@@ -17,8 +17,9 @@ Hints that may change speed but no value are accepted: ``pack_gqa`` (groups are 
 import torch
 
 from ladder.contract import check_cu_seqlens, check_flag, check_integer
+from ladder.step06_paged.cache import check_paged
 from ladder.step08_dflash2 import RangeWindows, dflash2_decode
-from ladder.step08_dflash2.attention import dense, paged_prefill, varlen
+from ladder.step08_dflash2.attention import RUNG, check_options, dense, paged_prefill, varlen
 from ladder.step08_dflash2.decode import get_decode_schedule
 
 __all__ = [
@@ -118,7 +119,7 @@ def flash_attn_varlen_func(
     causal, windows, right = _mask(name, causal, window_size, max_seqlen_q, max_seqlen_k)
 
     def run(q, k, v, sinks):
-        total_q, cu_q, cu_k, rows = q.shape[0], cu_seqlens_q, cu_seqlens_k, None
+        total_q, cu_q, cu_k, rows = q.shape[0], cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), None
         if seqused_q is not None:
             rows, cu_q = _used_rows(cu_seqlens_q, seqused_q, total_q)
             q = q[rows]
@@ -157,9 +158,9 @@ def flash_attn_with_kvcache(
         q: (B, Sq, Hq, D), or (total_q, Hq, D) with cu_seqlens_q (B + 1,) int32, which ends at total_q, and max_seqlen_q.
         k_cache, v_cache: (B_cache, capacity, Hkv, D) and (..., Dv); with page_table (num_pages, page_size, Hkv, D), any
             page size.
-        k, v: (B, S_new, Hkv, D) and (..., Dv), or packed (total_new, Hkv, D) with cu_seqlens_k_new: written into the
-            cache behind cache_seqlens, in place. The cache has to have room: else ValueError on a CPU, and on a GPU a
-            device-side assertion.
+        k, v: (B, S_new, Hkv, D) and (..., Dv), or packed (total_new, Hkv, D) with cu_seqlens_k_new, which ends at total_new:
+            written into the cache behind cache_seqlens, in place. The cache has to have room: else ValueError on a CPU, and
+            on a GPU a device-side assertion.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), rotate k and q in float32. k[i] is at position
             rotary_seqlens + i, so is q[i] when causal or with a window; else all of q is at rotary_seqlens.
         rotary_seqlens: (B,) int32; None is cache_seqlens.
@@ -184,7 +185,7 @@ def flash_attn_with_kvcache(
     check_flag(name, "rotary_interleaved", rotary_interleaved)
     num_splits = 0 if num_splits is None else check_integer(name, "num_splits", num_splits, 0)
     if scheduler_metadata is not None:
-        _tensor(name, "scheduler_metadata", scheduler_metadata, "slots", 4)
+        _tensor(name, "scheduler_metadata", scheduler_metadata, "slots", 4, dtypes=INTEGERS[:1])
     if (k is None) != (v is None):
         raise ValueError(f"{name}: {'k' if k is None else 'v'} is None; want k and v, or neither")
     if (rotary_cos is None) != (rotary_sin is None):
@@ -230,10 +231,16 @@ def flash_attn_with_kvcache(
                 q = _rotate(name, q, first[seq] + token * local, *rotary)
                 seq, token = _places(k, cu_seqlens_k_new)
                 k = _rotate(name, k, first[seq] + token, *rotary)
-            lengths = _append(k_cache, v_cache, k, v, table, lengths, cu_seqlens_k_new)
+            old, lengths = lengths, (lengths + (k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())).to(torch.int32)
+        if cache_leftpad is not None and _readable(lengths) and bool(((cache_leftpad < 0) | (cache_leftpad > lengths)).any()):
+            raise ValueError(f"{name}: cache_leftpad is {cache_leftpad.tolist()}; want 0 .. {lengths.tolist()}, the lengths")
+        if k is not None:
+            if _readable(lengths):
+                cache = (k_cache, v_cache, table, lengths)
+                _check_before_append(q, *(cache if cache_leftpad is None else _skip_leftpad(*cache, cache_leftpad)), softmax_scale)
+                check_options((q, k_cache, v_cache), q.shape[-2], causal, windows, softcap, sinks, True, right)
+            _append(k_cache, v_cache, k, v, table, old, cu_seqlens_k_new)
         if cache_leftpad is not None:
-            if _readable(lengths) and bool(((cache_leftpad < 0) | (cache_leftpad > lengths)).any()):
-                raise ValueError(f"{name}: cache_leftpad is {cache_leftpad.tolist()}; want 0 .. {lengths.tolist()}, the lengths")
             k_cache, v_cache, table, lengths = _skip_leftpad(k_cache, v_cache, table, lengths, cache_leftpad)
 
         common = dict(causal=causal, scale=softmax_scale, windows=windows, softcap=softcap, sinks=sinks, return_lse=True)
@@ -250,7 +257,7 @@ def flash_attn_with_kvcache(
             )  # fmt: skip
             lse = lse.reshape(batch, -1).transpose(0, 1) if ragged else lse
         else:
-            packed, cu_q = q, cu_seqlens_q
+            packed, cu_q = q, cu_seqlens_q.contiguous() if ragged else None
             if not ragged:
                 packed = q.reshape(-1, *q.shape[2:])
                 cu_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
@@ -560,16 +567,22 @@ def _lengths(name, argument, lengths, batch, device):
     return lengths.contiguous()
 
 
+def _check_before_append(q, k_cache, v_cache, table, lengths, scale):
+    """What attention would refuse once the new keys are written."""
+    check_paged(
+        RUNG, q, k_cache, v_cache[..., :MAX_HEAD_DIM], table, lengths, scale=scale, max_head_dim=MAX_HEAD_DIM,
+        q_layout="(B, Sq, Hq, D)" if q.ndim == 4 else "(total_q, Hq, D)", batch_of_q=q.ndim == 4,
+    )  # fmt: skip
+
+
 def _append(k_cache, v_cache, k, v, table, lengths, cu_seqlens_new):
-    """Write new keys and values behind each sequence, in place; returns the new lengths."""
+    """Write new keys and values behind each sequence, in place."""
     seq, token = _places(k, cu_seqlens_new)
     position = lengths[seq].long() + token
     page = table[seq, position // k_cache.shape[1]].long()
     slot = position % k_cache.shape[1]
     k_cache[page, slot] = k
     v_cache[page, slot] = v
-    new = k.shape[1] if cu_seqlens_new is None else cu_seqlens_new.diff()
-    return (lengths + new).to(torch.int32)
 
 
 def _check_room(name, k_cache, k, table, lengths, cu_seqlens_new):
