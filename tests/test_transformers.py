@@ -378,6 +378,8 @@ def test_errors():
     for mask in (torch.ones(1, 1, 5, 5).long(), torch.ones(1, 1, 2, 2).int()):
         with pytest.raises(ValueError, match=r"attention_mask of a layer is \(1, 1, .*int.*; want bool, or floating point"):
             layer(*(q[:, :, : mask.shape[3]],) * 3, mask)
+    with pytest.raises(ValueError, match=r"attention_mask is \(3, 18, 18\); want \(B, tokens\), or"):
+        both("Llama", input_ids=IDS, attention_mask=torch.ones(3, TOKENS, TOKENS))
     with pytest.raises(ValueError, match="cu_seq_lens_k is None; want cu_seq_lens_q and"):
         layer(q, q, q, cu_seq_lens_q=torch.tensor([0, 5]))
     with pytest.raises(ValueError, match=r"s_aux is \(1,\); want a torch.Tensor \(4,\)"):

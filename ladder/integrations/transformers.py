@@ -250,6 +250,8 @@ def key_mask(
         _full_mask, batch_size=batch_size, kv_length=kv_length, q_length=q_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, cache_position=cache_position, **kwargs,
     )  # fmt: skip
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ValueError(f"attention_mask is {tuple(attention_mask.shape)}; want (B, tokens), or (B, 1, Sq, Sk)")
     tracing = torch.compiler.is_compiling()
     if cache_position is not None:
         q_length = cache_position.shape[0]
