@@ -505,6 +505,38 @@ def test_explain_of_decode_on_hopper_names_the_kernel_that_runs(monkeypatch):
     assert "dflash2_mla_hopper" in explain(latent.replace(Hq=128)) and "portable" in explain(latent.replace(Hq=128), softcap=30.0)
 
 
+@pytest.mark.parametrize("layout", [dict(), dict(ragged=True), dict(page_size=64)], ids=str)
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_warmup_on_hopper_compiles_what_the_call_takes(monkeypatch, layout, D, causal):
+    """Warp groups, split keys and tiles without masks depend on lengths, which the short launch does not have."""
+    attention = importlib.import_module("ladder.step08_dflash2.attention")
+    hopper = importlib.import_module("ladder.step08_dflash2.hopper")
+    plan = importlib.import_module("ladder.step08_dflash2.plan")
+    launched = []
+
+    def launch_prefill(q, k, v, out, lse, *, cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, seq_lens=None, max_seqlen_q=None,
+                       causal=False, right=None, num_splits=None, config=None, windows=None, **_):  # fmt: skip
+        num_seqs = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
+        rows, keys = (q.shape[2], k.shape[2]) if cu_seqlens_q is None else (q.shape[0], k.shape[0])
+        assert rows <= 256 and keys <= 256
+        found = hopper.plan_prefill(
+            num_seqs, 32, 4, rows, keys if block_table is None else block_table.shape[1] * 64, D, D, right, cu_seqlens_q is not None,
+            block_table is not None, max_seqlen_q, 132, num_splits, windows is not None, config and tuple(sorted(config.items())),
+        )  # fmt: skip
+        assert not found[0]["ALIGNED"] or (keys - rows) % 128 == 0
+        launched.append((found[0], found[2] > 1))
+
+    monkeypatch.setattr(attention, "hopper_code", lambda *_: hopper)
+    monkeypatch.setattr(hopper, "launch_prefill", launch_prefill)
+    monkeypatch.setattr(plan, "processors", lambda *_: 132)
+    for B, Sq, Sk in ((1, 1, 4096), (1, 100, 4196), (4, 512, 1000), (8, 900, 1000), (4, 4096, 4096), (1, 128, 32768)):
+        p = AttentionProblem(B=B, Hq=32, Hkv=8, Sq=Sq, Sk=Sk, D=D, Dv=D, causal=causal, dtype="bfloat16")
+        wanted, _, splits, _, _ = hopper.plan_problem(p, 0 if causal else None, processors=132, **layout)
+        assert warmup([(p, dict(layout, return_lse=True))], "cpu") == 1
+        assert launched.pop() == (wanted, splits > 1), f"{B} x {Sq} on {Sk}"
+
+
 def test_warmup_takes_the_options_of_explain():
     p = DecodeProblem(dtype="float32", D=32, Dv=32, Hq=4, Hkv=2, context=64, page_size=16)
     assert warmup([(p, dict(page_size=16, right=0, ragged=True))]) == 1

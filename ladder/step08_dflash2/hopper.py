@@ -176,13 +176,19 @@ def plan_prefill(
     return chosen, num_m, num_splits, fit_section(num_heads * num_seqs, section), min(work, grid or processors)
 
 
-def describe_prefill(p, right, *, ragged=False, page_size=0, processors=132):
-    """Sentences about how a problem (fields of ``AttentionProblem``) is launched, for ``explain``."""
+def plan_problem(p, right, *, ragged=False, page_size=0, windows=False, processors=132):
+    """``plan_prefill`` of a problem (fields of ``AttentionProblem``)."""
+    ragged = ragged or page_size > 0
     rows = p.B * p.Sq if ragged else p.Sq
     keys = -(-p.Sk // page_size) * page_size if page_size else p.B * p.Sk if ragged else p.Sk
-    config, num_m, splits, section, grid = plan_prefill(
-        p.B, p.Hq, p.Hq // p.Hkv, rows, keys, p.D, p.Dv, right, ragged, page_size > 0, p.Sq, processors
+    return plan_prefill(
+        p.B, p.Hq, p.Hq // p.Hkv, rows, keys, p.D, p.Dv, right, ragged, page_size > 0, p.Sq, processors, None, windows
     )
+
+
+def describe_prefill(p, right, *, ragged=False, page_size=0, processors=132):
+    """Sentences about how a problem is launched, for ``explain``."""
+    config, num_m, splits, section, grid = plan_problem(p, right, ragged=ragged, page_size=page_size, processors=processors)
     (_, (d1, d2)) = width_of(p.D)
     tiles = num_m * p.Hq * (1 if ragged else p.B)
     lines = [

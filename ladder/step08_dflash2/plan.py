@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from ladder.contract import check_flag, check_integer
+from ladder.contract import check_flag, check_integer, check_scale
 from ladder.step06_paged.attention import processors
 from ladder.step07_dflash1.attention import arch, prefill_config
 
@@ -186,14 +186,15 @@ def warmup(shapes, device=None):
 
     Args:
         shapes: problems as ``explain`` takes them, or pairs (problem, options) with its options, such as
-            ``(AttentionProblem(...), dict(windows=..., page_size=64))``. Lengths count only as far as they choose tiles.
+            ``(AttentionProblem(...), dict(windows=..., page_size=64))``. Lengths count only as far as they choose code.
         device: as in ``explain``.
 
     Returns:
         How many launches were made. Memory is that of a few hundred tokens a shape, freed again.
 
-    A kernel is compiled for head sizes, dtype, mask features and 16-byte alignment, not for a length or a batch; Triton
-    keeps it on disk, so the next process only loads it.
+    A kernel is compiled for head sizes, dtype, mask features and 16-byte alignment, not for a length or a batch, of which
+    only a few classes differ in code: give lengths of each size that will come. Triton keeps it on disk, so the next process
+    only loads it.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what is wanted.
@@ -220,24 +221,39 @@ def warmup(shapes, device=None):
 def _warm_prefill(
     p, device, *, windows=None, softcap=0.0, sinks=False, right=None, page_size=0, ragged=False, return_lse=False
 ):  # fmt: skip
-    from .attention import dense, paged_prefill, varlen
+    from .attention import check_options, dense, hopper_code, paged_prefill, varlen
 
-    short = p.replace(B=1, Sq=min(p.Sq, 256), Sk=min(p.Sk, 256))
-    ragged = ragged or page_size > 0
+    ragged, hopper = ragged or page_size > 0, hopper_code(device)
+    whole = _meta_tensors(p, ragged, page_size)
+    windows, softcap, right = check_options(whole, p.Hq, p.causal, windows, softcap, None, return_lse, right)
+    options = dict(causal=p.causal, windows=windows, softcap=softcap, right=right, sinks=torch.zeros(p.Hq, device=device) if sinks else None)
+    short, config, scale = p.replace(B=1, Sq=min(p.Sq, 256), Sk=min(p.Sk, 256)), None, check_scale(RUNG, p.scale, p.D)
+    if hopper is not None and hopper.supports_prefill(*whole, paged=page_size > 0, scale=scale, **options) is None:
+        # Its code depends on lengths too: more warp groups for long ones, split keys for few queries, no masks for whole tiles.
+        config, _, splits, _, _ = hopper.plan_problem(
+            p, right, ragged=ragged, page_size=page_size, windows=windows is not None, processors=processors(device)
+        )
+        if config["ALIGNED"]:  # which has to be true of the short launch as well
+            short = short.replace(Sk=short.Sq)
     q, k, v = (torch.zeros(x.shape, dtype=x.dtype, device=device) for x in _meta_tensors(short, ragged, page_size))
-    options = dict(
-        causal=p.causal, windows=windows, softcap=softcap, right=right, return_lse=return_lse,
-        sinks=torch.zeros(p.Hq, device=device) if sinks else None,
-    )  # fmt: skip
-    if not ragged:
-        dense(q, k, v, **options)
-        return
     cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (short.Sq, short.Sk))
     if page_size:
         table = torch.arange(k.shape[0], dtype=torch.int32, device=device)[None]
-        paged_prefill(q, k, v, table, torch.tensor([short.Sk], dtype=torch.int32, device=device), cu_q, short.Sq, **options)
-    else:
+        lengths = torch.tensor([short.Sk], dtype=torch.int32, device=device)
+    if config is not None:
+        out = q.new_empty(*q.shape[:-1], p.Dv)
+        lse = q.new_empty(q.shape[:3] if not ragged else (p.Hq, short.Sq), dtype=torch.float32) if return_lse else None
+        packed = dict(cu_seqlens_q=cu_q, max_seqlen_q=short.Sq) if ragged else {}
+        packed |= dict(block_table=table, seq_lens=lengths) if page_size else dict(cu_seqlens_k=cu_k) if ragged else {}
+        hopper.launch_prefill(q, k, v, out, lse, scale=scale, num_splits=min(splits, 2), config=config, **packed, **options)
+        return
+    options |= dict(scale=scale, return_lse=return_lse)
+    if page_size:
+        paged_prefill(q, k, v, table, lengths, cu_q, short.Sq, **options)
+    elif ragged:
         varlen(q, k, v, cu_q, cu_k, short.Sq, short.Sk, **options)
+    else:
+        dense(q, k, v, **options)
 
 
 def _warm_decode(p, options, device):
