@@ -548,3 +548,13 @@ def test_warmup_takes_the_options_of_explain():
         explain(MINILM.replace(Sq=-3))
     with pytest.raises(NotImplementedError, match="head sizes 300"):
         explain(MINILM.replace(D=300))
+    latent = p.replace(Hkv=1, D=48, latent=True)
+    for problem, error, message in (
+        (p.replace(Hq=3), ValueError, "problem.Hq is 3; want a multiple of Hkv = 2"),
+        (latent.replace(Dv=24), ValueError, "problem.Dv is 24 in a latent cache; want a power of two"),
+        (latent.replace(Dv=16), NotImplementedError, "problem.D is 48, above twice Dv = 16"),
+    ):
+        with pytest.raises(error, match=message):
+            explain(problem)
+    with pytest.raises(TypeError, match="return_lse is 1; want True or False"):
+        explain(p, return_lse=1)

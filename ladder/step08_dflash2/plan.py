@@ -78,6 +78,7 @@ def explain(
     _check_problem("problem", problem)
     page_size = _check_layout(sinks, ragged, page_size)
     if hasattr(problem, "q_len"):
+        check_flag(RUNG, "return_lse", return_lse)
         return _explain_decode(problem, windows, softcap, sinks, device)
     p, paged = problem, page_size > 0
     ragged = ragged or paged
@@ -295,11 +296,15 @@ def _check_problem(name, problem):
             f"{RUNG}: {name} {'is' if name == 'problem' else 'holds'} a {type(problem).__name__}, which has no {missing[0]}; "
             "want an AttentionProblem or a DecodeProblem"
         )
-
-
     for field, least in (("B", 0), ("Hq", 1), ("Hkv", 1), ("D", 1), ("Dv", 1), ("Sq", 0), ("Sk", 0), ("q_len", 1)):
         if hasattr(problem, field):
             check_integer(RUNG, f"{name}.{field}", getattr(problem, field), least)
+    if problem.Hq % problem.Hkv:
+        raise ValueError(f"{RUNG}: {name}.Hq is {problem.Hq}; want a multiple of Hkv = {problem.Hkv}")
+    if getattr(problem, "latent", False) and (problem.Dv < 16 or problem.Dv & (problem.Dv - 1)):
+        raise ValueError(f"{RUNG}: {name}.Dv is {problem.Dv} in a latent cache; want a power of two, at least 16")
+    if getattr(problem, "latent", False) and problem.D > 2 * problem.Dv:
+        raise NotImplementedError(f"{RUNG}: {name}.D is {problem.D}, above twice Dv = {problem.Dv}")
     if max(problem.D, problem.Dv) > 256 and not getattr(problem, "latent", False):
         raise NotImplementedError(f"{RUNG}: head sizes {problem.D}/{problem.Dv}; want at most 256")
 
