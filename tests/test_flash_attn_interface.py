@@ -97,6 +97,8 @@ def test_metadata_is_decodes_schedule():
     assert len(wanted) and torch.equal(found, wanted)
     assert fa.get_scheduler_metadata(2, 1, 4096, 8, 2, 64, lengths, num_splits=2).shape == (0, 4)
     assert fa.get_scheduler_metadata(2, 17, 4096, 8, 2, 64, lengths).shape == (0, 4)
+    with pytest.raises(TypeError, match="get_scheduler_metadata: max_seqlen_k_new is None"):
+        fa.get_scheduler_metadata(2, 1, 4096, 8, 2, 64, lengths, max_seqlen_k_new=None)
     with pytest.raises(NotImplementedError, match="attention_chunk"):
         fa.get_scheduler_metadata(2, 1, 4096, 8, 2, 64, lengths, attention_chunk=8)
 

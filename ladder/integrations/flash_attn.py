@@ -338,6 +338,7 @@ def get_scheduler_metadata(
     batch_size = check_integer(name, "batch_size", batch_size, 0)
     max_seqlen_q, max_seqlen_k = check_integer(name, "max_seqlen_q", max_seqlen_q, 0), check_integer(name, "max_seqlen_k", max_seqlen_k, 0)
     num_splits = 0 if num_splits is None else check_integer(name, "num_splits", num_splits, 0)
+    max_seqlen_k_new = check_integer(name, "max_seqlen_k_new", max_seqlen_k_new, 0)
     for argument, lengths, count in (
         ("cache_seqlens", cache_seqlens, batch_size), ("cu_seqlens_k_new", cu_seqlens_k_new, batch_size + 1), ("cache_leftpad", cache_leftpad, batch_size),
     ):  # fmt: skip

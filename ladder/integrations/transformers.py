@@ -256,6 +256,7 @@ def key_mask(
     if cache_position is not None:
         q_length = cache_position.shape[0]
         q_offset = cache_position[0] if tracing else int(cache_position[0])
+        kwargs.setdefault("device", cache_position.device)  # which transformers 4 does not name
     pattern = None if type(kwargs.get("config")) in _EDITED else _pattern(mask_function)
     if pattern == "chunked" and _known(kv_offset) and kv_offset + kv_length <= local_size:
         pattern = "causal"  # no chunk ends yet
