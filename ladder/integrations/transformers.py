@@ -105,7 +105,7 @@ def _look_at_model(model, config):
     """
     code = _code_of(model)
     own = re.search(r"^class \w*Attention\w*\(nn\.Module\)", code, re.MULTILINE)
-    if own and "masking_utils" in code and "ALL_ATTENTION_FUNCTIONS" not in code:
+    if own and "masking_utils" in code and not re.search("ALL_ATTENTION_FUNCTIONS|AttentionInterface", code):
         raise ValueError(
             f"attn_implementation is one of {', '.join(NAMES)}, and the attention of {model.__name__} is its own code, which calls no "
             "backend; want 'eager' or 'sdpa' for it"
