@@ -97,6 +97,8 @@ def test_metadata_is_decodes_schedule():
     assert len(wanted) and torch.equal(found, wanted)
     assert fa.get_scheduler_metadata(2, 1, 4096, 8, 2, 64, lengths, num_splits=2).shape == (0, 4)
     assert fa.get_scheduler_metadata(2, 17, 4096, 8, 2, 64, lengths).shape == (0, 4)
+    with pytest.raises(TypeError, match="get_scheduler_metadata: max_seqlen_k_new is None"):
+        fa.get_scheduler_metadata(2, 1, 4096, 8, 2, 64, lengths, max_seqlen_k_new=None)
     with pytest.raises(NotImplementedError, match="attention_chunk"):
         fa.get_scheduler_metadata(2, 1, 4096, 8, 2, 64, lengths, attention_chunk=8)
 
@@ -157,6 +159,28 @@ def test_compiled_in_one_graph():
         torch.testing.assert_close(compiled, step(q, cache.clone(), new, lengths))
 
 
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("window", [(-1, -1), (2, 1)])
+def test_compiled_with_sizes_that_change(window):
+    """One graph for all lengths: no size is written down while it is a symbol."""
+    dims = dict(device=CPU, dtype=torch.float32)
+    starts = torch.tensor([0, 2, 5], dtype=torch.int32)
+
+    def calls(q, k, lengths):
+        dense = fa.flash_attn_func(q, k, k, window_size=window)
+        packed = fa.flash_attn_varlen_func(q[0], k[0], k[0], lengths, lengths, None, None, window_size=window)
+        return dense, packed, fa.flash_attn_with_kvcache(q, k, k, window_size=window)
+
+    with torch.no_grad():
+        torch._dynamo.reset()
+        compiled = torch.compile(calls, fullgraph=True, backend="aot_eager", dynamic=True)
+        for length in (5, 6, 9):
+            arguments = make(2, length, 4, 16, **dims), make(2, length, 2, 16, **dims, seed=1), starts.clamp(max=length)
+            arguments[2][-1] = length
+            for found, wanted in zip(compiled(*arguments), calls(*arguments), strict=True):
+                torch.testing.assert_close(found, wanted)
+
+
 def test_combine():
     dims = dict(device=CPU, dtype=torch.float32)
     q, k, v = make(5, 4, 16, **dims), make(30, 2, 16, **dims, seed=1), make(30, 2, 16, **dims, seed=2)
@@ -173,6 +197,8 @@ def test_combine():
     torch.testing.assert_close(given[0].double(), wanted, atol=1e-5, rtol=1e-5)
     nothing = fa.flash_attn_combine(out_partial[3:], lse_partial[3:])
     assert not nothing[0].any() and (nothing[1] == -math.inf).all()
+    with pytest.raises(ValueError, match="out_dtype is torch.float16; want torch.float32, the dtype of out"):
+        fa.flash_attn_combine(out_partial, lse_partial, out=given, out_dtype=torch.float16)
     with pytest.raises(ValueError, match=r"lse_partial is \(4, 1, 5, 3\); want \(4, 1, 5, 4\)"):
         fa.flash_attn_combine(out_partial, lse_partial[..., :3])
 
@@ -184,8 +210,16 @@ def test_forward_is_in_the_graph_and_backward_says_why():
     assert out.requires_grad and not lse.requires_grad
     with pytest.raises(NotImplementedError, match="flash_attn_func: gradients.*step 04"):
         out.sum().backward()
+    sinks = torch.zeros(2, requires_grad=True)
+    plain, starts = [x.detach() for x in (q, k, v)], torch.tensor([0, 3], dtype=torch.int32)
+    for out in (
+        fa.flash_attn_func(*plain, learnable_sink=sinks),
+        fa.flash_attn_varlen_func(*(x[0] for x in plain), starts, starts, 3, 3, s_aux=sinks),
+    ):
+        with pytest.raises(NotImplementedError, match="gradients.*step 04"):
+            out.sum().backward()
     with torch.no_grad():
-        assert not fa.flash_attn_func(q, k, v).requires_grad
+        assert not fa.flash_attn_func(q, k, v, learnable_sink=sinks).requires_grad
     assert not fa.flash_attn_with_kvcache(q, k, v).requires_grad
 
 
@@ -229,6 +263,61 @@ def test_bad_arguments():
             fa.flash_attn_with_kvcache(x, x, x, **arguments)
     with pytest.raises(TypeError, match="q is a list"):
         fa.flash_attn_func([1], x, x)
+
+
+def test_lengths_that_do_not_fit_on_a_cpu():
+    """Sequences of at most one token go to decode, which gives every one of them a row."""
+    ints = dict(dtype=torch.int32)
+    q, cache = make(3, 4, 16, device=CPU, dtype=torch.float32), make(3, 8, 2, 16, device=CPU, dtype=torch.float32)
+    for starts, most, message in (
+        ([0, 1, 1, 2], 1, r"cu_seqlens_q is \[0, 1, 1, 2\]; want 0, .*up to the 3 packed tokens"),
+        ([0, 0, 2, 3], 1, "max_seqlen_q is 1; want at least 2, the longest sequence"),
+    ):
+        with pytest.raises(ValueError, match=f"flash_attn_with_kvcache: {message}"):
+            fa.flash_attn_with_kvcache(q, cache, cache, cu_seqlens_q=torch.tensor(starts, **ints), max_seqlen_q=most)
+    starts, used = torch.tensor([0, 1, 3], **ints), torch.tensor([1, 1], **ints)
+    for most in ((1, 2), (2, 1)):
+        with pytest.raises(ValueError, match="flash_attn_varlen_func: max_seqlen_. is 1; want at least 2"):
+            fa.flash_attn_varlen_func(q, q, q, starts, starts, *most, window_size=(0, 1))
+    fa.flash_attn_varlen_func(q, q, q, starts, starts, 1, 1, used, used)
+
+
+@pytest.mark.parametrize("wrong", [
+    dict(softcap=-1.0), dict(softmax_scale=math.inf), dict(learnable_sink=torch.zeros(3)), dict(cache_leftpad=9),
+    dict(page_table=torch.tensor([[7, 1, 0]], dtype=torch.int32)), dict(scheduler_metadata=torch.zeros(1, 4)),
+    dict(rotary_cos=torch.ones(3, 4), rotary_sin=torch.ones(3, 4)),
+], ids=lambda wrong: next(iter(wrong)))  # fmt: skip
+def test_nothing_is_written_by_a_call_that_fails(wrong):
+    dims = dict(device=CPU, dtype=torch.float32)
+    q, cache, new = make(1, 2, 4, 16, **dims), make(3, 4, 2, 16, **dims), make(1, 2, 2, 16, **dims, seed=1)
+    keys, values = cache.clone(), cache.clone()
+    right = dict(page_table=torch.tensor([[2, 1, 0]], dtype=torch.int32), cache_seqlens=torch.tensor([5], dtype=torch.int32))
+    with pytest.raises(ValueError):
+        fa.flash_attn_with_kvcache(q, keys, values, new, new, **{**right, **wrong})
+    assert torch.equal(keys, cache) and torch.equal(values, cache)
+    fa.flash_attn_with_kvcache(q, keys, values, new, new, **right)
+    assert not torch.equal(keys, cache)
+
+
+def test_starts_of_any_stride():
+    dims = dict(device=CPU, dtype=torch.float32)
+    q, k = make(5, 4, 16, **dims), make(2, 8, 2, 16, **dims, seed=1)
+    starts = torch.tensor([[0, 9], [2, 9], [5, 9]], dtype=torch.int32)[:, 0]
+    assert torch.equal(
+        fa.flash_attn_varlen_func(q, q, q, starts, starts, 3, 3), fa.flash_attn_varlen_func(q, q, q, *[starts.contiguous()] * 2, 3, 3)
+    )
+    packed = dict(cu_seqlens_q=starts, max_seqlen_q=3)
+    assert torch.equal(
+        fa.flash_attn_with_kvcache(q, k, k, **packed),
+        fa.flash_attn_with_kvcache(q, k, k, **{**packed, "cu_seqlens_q": starts.contiguous()}),
+    )
+
+
+def test_a_window_side_of_none():
+    q, cache = make(2, 3, 4, 16, device=CPU, dtype=torch.float32), make(2, 8, 2, 16, device=CPU, dtype=torch.float32)
+    for theirs, mine in (((None, None), (-1, -1)), ((2, None), (2, -1)), ((None, 1), (-1, 1))):
+        for call in (fa.flash_attn_func, fa.flash_attn_with_kvcache):
+            assert torch.equal(call(q, cache, cache, window_size=theirs), call(q, cache, cache, window_size=mine))
 
 
 def test_hints_change_nothing():

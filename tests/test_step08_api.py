@@ -513,6 +513,38 @@ def test_explain_of_decode_on_hopper_names_the_kernel_that_runs(monkeypatch):
     assert "dflash2_mla_hopper" in explain(latent.replace(Hq=128)) and "portable" in explain(latent.replace(Hq=128), softcap=30.0)
 
 
+@pytest.mark.parametrize("layout", [dict(), dict(ragged=True), dict(page_size=64)], ids=str)
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_warmup_on_hopper_compiles_what_the_call_takes(monkeypatch, layout, D, causal):
+    """Warp groups, split keys and tiles without masks depend on lengths, which the short launch does not have."""
+    attention = importlib.import_module("ladder.step08_dflash2.attention")
+    hopper = importlib.import_module("ladder.step08_dflash2.hopper")
+    plan = importlib.import_module("ladder.step08_dflash2.plan")
+    launched = []
+
+    def launch_prefill(q, k, v, out, lse, *, cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, seq_lens=None, max_seqlen_q=None,
+                       causal=False, right=None, num_splits=None, config=None, windows=None, **_):  # fmt: skip
+        num_seqs = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
+        rows, keys = (q.shape[2], k.shape[2]) if cu_seqlens_q is None else (q.shape[0], k.shape[0])
+        assert rows <= 256 and keys <= 256 + 128
+        found = hopper.plan_prefill(
+            num_seqs, 32, 4, rows, keys if block_table is None else block_table.shape[1] * 64, D, D, right, cu_seqlens_q is not None,
+            block_table is not None, max_seqlen_q, 132, num_splits, windows is not None, config and tuple(sorted(config.items())),
+        )  # fmt: skip
+        assert not found[0]["ALIGNED"] or (keys - rows) % 128 == 0
+        launched.append((found[0], found[2] > 1))
+
+    monkeypatch.setattr(attention, "hopper_code", lambda *_: hopper)
+    monkeypatch.setattr(hopper, "launch_prefill", launch_prefill)
+    monkeypatch.setattr(plan, "processors", lambda *_: 132)
+    for B, Sq, Sk in ((1, 1, 4096), (1, 100, 4196), (4, 512, 1000), (8, 900, 1000), (4, 4096, 4096), (1, 128, 32768)):
+        p = AttentionProblem(B=B, Hq=32, Hkv=8, Sq=Sq, Sk=Sk, D=D, Dv=D, causal=causal, dtype="bfloat16")
+        wanted, _, splits, _, _ = hopper.plan_problem(p, 0 if causal else None, processors=132, **layout)
+        assert warmup([(p, dict(layout, return_lse=True))], "cpu") == 1
+        assert launched.pop() == (wanted, splits > 1), f"{B} x {Sq} on {Sk}"
+
+
 def test_warmup_takes_the_options_of_explain():
     p = DecodeProblem(dtype="float32", D=32, Dv=32, Hq=4, Hkv=2, context=64, page_size=16)
     assert warmup([(p, dict(page_size=16, right=0, ragged=True))]) == 1
@@ -524,3 +556,13 @@ def test_warmup_takes_the_options_of_explain():
         explain(MINILM.replace(Sq=-3))
     with pytest.raises(NotImplementedError, match="head sizes 300"):
         explain(MINILM.replace(D=300))
+    latent = p.replace(Hkv=1, D=48, latent=True)
+    for problem, error, message in (
+        (p.replace(Hq=3), ValueError, "problem.Hq is 3; want a multiple of Hkv = 2"),
+        (latent.replace(Dv=24), ValueError, "problem.Dv is 24 in a latent cache; want a power of two"),
+        (latent.replace(Dv=16), NotImplementedError, "problem.D is 48, above twice Dv = 16"),
+    ):
+        with pytest.raises(error, match=message):
+            explain(problem)
+    with pytest.raises(TypeError, match="return_lse is 1; want True or False"):
+        explain(p, return_lse=1)

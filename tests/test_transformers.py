@@ -4,6 +4,7 @@ import copy
 import math
 import subprocess
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -214,14 +215,35 @@ def test_a_mask_says_what_the_full_mask_says(window, static, padding, q_length):
     full = sdpa_visible(function, q_length, kv_length, **arguments)
     made = ours.key_mask(batch_size=3, q_length=q_length, kv_length=kv_length, mask_function=function, **arguments)
     query = torch.empty(3, 4, q_length, 8)
-    found_window, entries = ours._decode_mask(made, query, kv_length)
-    assert (found_window or None) == window
+    causal, found_window, entries = ours._decode_mask(made, query, kv_length)
+    assert (found_window or None) == window and causal is (None if made is None else True)
     visible = ours._visible(entries, query, kv_length, True, window)
     real = torch.ones(3, q_length, dtype=torch.bool) if attention_mask is None else attention_mask[:, TOKENS - q_length :]
     assert torch.equal(visible.expand_as(full)[:, 0][real], full[:, 0][real])
     if padding in (None, "all") and not static and window is None:
         assert made is None
     assert made is None or made.untyped_storage().nbytes() <= 4 * 3 * (1 + kv_length + q_length)  # not Sq x Sk
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("fallback", [False, True])
+def test_a_mask_decides_whether_a_layer_is_causal(side, causal, fallback):
+    """Not the module: AIMv2's text layers say they are not causal and get a causal mask, a decoder may get the other one."""
+    from transformers.masking_utils import bidirectional_mask_function
+
+    mask = (LEFT if side == "left" else RIGHT).bool()
+    function = causal_mask_function if causal else bidirectional_mask_function
+    made = ours.key_mask(batch_size=3, q_length=TOKENS, kv_length=TOKENS, mask_function=function, attention_mask=mask, device="cpu")
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, 2, TOKENS, 8, requires_grad=fallback) for _ in range(3))
+    visible = mask[:, None, None] & (torch.ones(TOKENS, TOKENS).tril().bool() if causal else True)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(1, 2)
+    for says in (True, False):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            out, _ = ours.attention_forward(SimpleNamespace(is_causal=says), q, k, v, made, is_causal=says)
+        torch.testing.assert_close(out[mask], wanted[mask], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.skipif(OLD, reason="this transformers' BERT has no attention interface")
@@ -353,6 +375,17 @@ def test_errors():
         layer(q, q, q, block_table=torch.zeros(1))
     with pytest.raises(ValueError, match=r"attention_mask of a layer is \(1, 5\)"):
         layer(q, q, q, torch.ones(1, 5))
+    for mask in (torch.ones(1, 1, 5, 5).long(), torch.ones(1, 1, 2, 2).int()):
+        with pytest.raises(ValueError, match=r"attention_mask of a layer is \(1, 1, .*int.*; want bool, or floating point"):
+            layer(*(q[:, :, : mask.shape[3]],) * 3, mask)
+    with pytest.raises(ValueError, match=r"attention_mask is \(3, 18, 18\); want \(B, tokens\), or"):
+        both("Llama", input_ids=IDS, attention_mask=torch.ones(3, TOKENS, TOKENS))
+    with pytest.raises(ValueError, match="cu_seq_lens_k is None; want cu_seq_lens_q and"):
+        layer(q, q, q, cu_seq_lens_q=torch.tensor([0, 5]))
+    with pytest.raises(ValueError, match=r"s_aux is \(1,\); want a torch.Tensor \(4,\)"):
+        layer(q, q, q, torch.ones(1, 1, 5, 5), s_aux=torch.zeros(1))
+    with pytest.raises(TypeError, match="s_aux is a list"):
+        layer(q, q, q, s_aux=[0.0] * 4)
     made = ours.key_mask(
         batch_size=1, q_length=5, kv_length=5, local_size=3, mask_function=sliding_window_causal_mask_function(3)
     )
@@ -363,6 +396,72 @@ def test_errors():
     )
     with pytest.raises(ValueError, match="made for 10 keys and queries; the layer has 5 and 4"):
         layer(q[:, :, 1:], q, q, ragged)
+
+
+@pytest.mark.parametrize("name, fields", [
+    ("Bloom", dict(hidden_size=32, n_layer=1, n_head=4)), ("XGLM", dict(d_model=32, num_layers=1, attention_heads=4, ffn_dim=48)),
+    ("GPTNeo", dict(hidden_size=32, num_layers=1, num_heads=4, attention_types=[[["global"], 1]])),
+])  # fmt: skip
+@pytest.mark.parametrize("backend", ["dflash2", "step08", "dflash1"])
+@pytest.mark.skipif(OLD, reason="these models made their masks themselves")
+def test_models_that_call_no_backend(name, fields, backend):
+    """Their layers would take the mask, or its absence, for a full one: Bloom and XGLM would lose the causal mask."""
+    config = getattr(transformers, f"{name}Config")(vocab_size=64, bos_token_id=1, eos_token_id=2, pad_token_id=0, **fields)
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    with pytest.raises(ValueError, match=f"attn_implementation is .*{name}ForCausalLM is its own code, which calls no backend"):
+        kind._from_config(config, attn_implementation=backend)
+    kind._from_config(config, attn_implementation="eager")
+
+
+@pytest.mark.skipif(OLD, reason="this transformers' Doge makes its masks otherwise")
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_models_that_edit_their_masks(cache):
+    """Doge adds its own scores to the mask, so it is given a whole one."""
+    torch.manual_seed(0)
+    config = transformers.DogeConfig(**{**COMMON, "head_dim": 8})
+    model, other = (
+        transformers.DogeForCausalLM._from_config(copy.deepcopy(config), attn_implementation=name).eval() for name in ("dflash2", "sdpa")
+    )
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=0.25)
+    other.load_state_dict(model.state_dict())
+    for mask in (torch.ones_like(IDS), LEFT):
+        with pytest.warns(UserWarning, match="dflash2: the mask is neither"):
+            scores = [
+                x.generate(
+                    input_ids=IDS, attention_mask=mask, max_new_tokens=3, do_sample=False, disable_compile=True, output_scores=True,
+                    return_dict_in_generate=True, cache_implementation=cache,
+                ).scores for x in (model, other)
+            ]  # fmt: skip
+        for mine, theirs in zip(*scores, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("options", [dict(), dict(softcap=2.0)])
+def test_packed_sequences_with_gradients(window, options):
+    """The fallback keeps sequences apart that lie in one."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8)
+    starts_q, starts_k = torch.tensor([0, 2, 2, 7, 12]), torch.tensor([0, 4, 5, 13, 14])
+    arguments = dict(cu_seq_lens_q=starts_q, cu_seq_lens_k=starts_k, sliding_window=window, **options)
+    for is_causal in (True, False) if window is None else (True,):
+        wanted = layer(q, k, v, is_causal=is_causal, **arguments)
+        with pytest.warns(UserWarning, match="gradients are recorded"):
+            out = layer(q.clone().requires_grad_(), k, v, is_causal=is_causal, **arguments)
+        torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("argument, value", [
+    ("indices", torch.zeros(1, 5, 2)), ("block_indices", torch.zeros(1, 1, 5, 2)), ("sinks", torch.zeros(1, 4, 5, 1)),
+    ("head_mask", torch.ones(4)), ("output_attentions", True), ("read_index", torch.zeros(1)),
+])  # fmt: skip
+def test_arguments_that_nothing_reads(argument, value):
+    q = torch.randn(1, 4, 5, 8)
+    with pytest.raises(NotImplementedError, match=rf"dflash2: .*\({argument}\)"):
+        layer(q, q, q, **{argument: value})
+    layer(q, q, q, **{argument: False if argument == "output_attentions" else None})
 
 
 def test_dflash1_in_the_interpreter(monkeypatch):

@@ -17,8 +17,9 @@ Hints that may change speed but no value are accepted: ``pack_gqa`` (groups are 
 import torch
 
 from ladder.contract import check_cu_seqlens, check_flag, check_integer
+from ladder.step06_paged.cache import check_paged
 from ladder.step08_dflash2 import RangeWindows, dflash2_decode
-from ladder.step08_dflash2.attention import dense, paged_prefill, varlen
+from ladder.step08_dflash2.attention import RUNG, check_options, dense, paged_prefill, varlen
 from ladder.step08_dflash2.decode import get_decode_schedule
 
 __all__ = [
@@ -61,7 +62,7 @@ def flash_attn_func(
     sinks = _sinks(name, learnable_sink, s_aux)
     causal, windows, right = _mask(name, causal, window_size, q.shape[1], k.shape[1])
 
-    def run(q, k, v):
+    def run(q, k, v, sinks):
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = _by_columns(
             lambda v, out: dense(
@@ -72,7 +73,7 @@ def flash_attn_func(
         )  # fmt: skip
         return out, lse
 
-    out, lse = _forward_only(name, run, q, k, v)
+    out, lse = _forward_only(name, run, q, k, v, sinks)
     return (out, lse) if return_attn_probs else out
 
 
@@ -111,12 +112,14 @@ def flash_attn_varlen_func(
         None if most is None else check_integer(name, argument, most, 0, optional=True)
         for argument, most in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
     )
+    _bounded(name, "max_seqlen_q", max_seqlen_q, cu_seqlens_q, seqused_q)
+    _bounded(name, "max_seqlen_k", max_seqlen_k, cu_seqlens_k, seqused_k)
     check_flag(name, "return_attn_probs", return_attn_probs)
     sinks = _sinks(name, learnable_sink, s_aux)
     causal, windows, right = _mask(name, causal, window_size, max_seqlen_q, max_seqlen_k)
 
-    def run(q, k, v):
-        total_q, cu_q, cu_k, rows = q.shape[0], cu_seqlens_q, cu_seqlens_k, None
+    def run(q, k, v, sinks):
+        total_q, cu_q, cu_k, rows = q.shape[0], cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), None
         if seqused_q is not None:
             rows, cu_q = _used_rows(cu_seqlens_q, seqused_q, total_q)
             q = q[rows]
@@ -137,7 +140,7 @@ def flash_attn_varlen_func(
             lse = lse.new_full((lse.shape[0], total_q), float("-inf")).index_copy(1, rows, lse)
         return out, lse
 
-    out, lse = _forward_only(name, run, q, k, v)
+    out, lse = _forward_only(name, run, q, k, v, sinks)
     return (out, lse) if return_attn_probs else out
 
 
@@ -152,12 +155,12 @@ def flash_attn_with_kvcache(
     """Attention over a cache of keys and values, to which this call may append.
 
     Args:
-        q: (B, Sq, Hq, D), or (total_q, Hq, D) with cu_seqlens_q (B + 1,) int32 and max_seqlen_q.
+        q: (B, Sq, Hq, D), or (total_q, Hq, D) with cu_seqlens_q (B + 1,) int32, which ends at total_q, and max_seqlen_q.
         k_cache, v_cache: (B_cache, capacity, Hkv, D) and (..., Dv); with page_table (num_pages, page_size, Hkv, D), any
             page size.
-        k, v: (B, S_new, Hkv, D) and (..., Dv), or packed (total_new, Hkv, D) with cu_seqlens_k_new: written into the
-            cache behind cache_seqlens, in place. The cache has to have room: else ValueError on a CPU, and on a GPU a
-            device-side assertion.
+        k, v: (B, S_new, Hkv, D) and (..., Dv), or packed (total_new, Hkv, D) with cu_seqlens_k_new, which ends at total_new:
+            written into the cache behind cache_seqlens, in place. The cache has to have room: else ValueError on a CPU, and
+            on a GPU a device-side assertion.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), rotate k and q in float32. k[i] is at position
             rotary_seqlens + i, so is q[i] when causal or with a window; else all of q is at rotary_seqlens.
         rotary_seqlens: (B,) int32; None is cache_seqlens.
@@ -182,7 +185,7 @@ def flash_attn_with_kvcache(
     check_flag(name, "rotary_interleaved", rotary_interleaved)
     num_splits = 0 if num_splits is None else check_integer(name, "num_splits", num_splits, 0)
     if scheduler_metadata is not None:
-        _tensor(name, "scheduler_metadata", scheduler_metadata, "slots", 4)
+        _tensor(name, "scheduler_metadata", scheduler_metadata, "slots", 4, dtypes=INTEGERS[:1])
     if (k is None) != (v is None):
         raise ValueError(f"{name}: {'k' if k is None else 'v'} is None; want k and v, or neither")
     if (rotary_cos is None) != (rotary_sin is None):
@@ -197,8 +200,9 @@ def flash_attn_with_kvcache(
     _tensor(name, "k_cache", k_cache, "num_pages" if page_table is not None else "B_cache", "page_size", "Hkv", q.shape[-1], like=q)
     _tensor(name, "v_cache", v_cache, *k_cache.shape[:3], "Dv", like=q)
     if cu_seqlens_q is not None:
-        _starts(name, "cu_seqlens_q", cu_seqlens_q, "B + 1", q)
+        _starts(name, "cu_seqlens_q", cu_seqlens_q, "B + 1", q, q.shape[0])
         max_seqlen_q = check_integer(name, "max_seqlen_q", max_seqlen_q, 0)
+        _bounded(name, "max_seqlen_q", max_seqlen_q, cu_seqlens_q)
     with torch.no_grad():  # FlashAttention has no gradient here either
         ragged = cu_seqlens_q is not None
         batch = cu_seqlens_q.numel() - 1 if ragged else q.shape[0]
@@ -215,7 +219,7 @@ def flash_attn_with_kvcache(
         capacity = table.shape[1] * k_cache.shape[1]
         lengths = _lengths(name, "cache_seqlens", capacity if cache_seqlens is None else cache_seqlens, batch, q.device)
         causal, windows, right = _mask(name, causal, window_size, seqlen_q, capacity)
-        local = causal or any(side >= 0 for side in window_size)
+        local = causal or any(side is not None and side >= 0 for side in window_size)
         if cache_leftpad is not None:
             cache_leftpad = _lengths(name, "cache_leftpad", cache_leftpad, batch, q.device)
         if k is not None:
@@ -227,10 +231,16 @@ def flash_attn_with_kvcache(
                 q = _rotate(name, q, first[seq] + token * local, *rotary)
                 seq, token = _places(k, cu_seqlens_k_new)
                 k = _rotate(name, k, first[seq] + token, *rotary)
-            lengths = _append(k_cache, v_cache, k, v, table, lengths, cu_seqlens_k_new)
+            old, lengths = lengths, (lengths + (k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())).to(torch.int32)
+        if cache_leftpad is not None and _readable(lengths) and bool(((cache_leftpad < 0) | (cache_leftpad > lengths)).any()):
+            raise ValueError(f"{name}: cache_leftpad is {cache_leftpad.tolist()}; want 0 .. {lengths.tolist()}, the lengths")
+        if k is not None:
+            if _readable(lengths):
+                cache = (k_cache, v_cache, table, lengths)
+                _check_before_append(q, *(cache if cache_leftpad is None else _skip_leftpad(*cache, cache_leftpad)), softmax_scale)
+                check_options((q, k_cache, v_cache), q.shape[-2], causal, windows, softcap, sinks, True, right)
+            _append(k_cache, v_cache, k, v, table, old, cu_seqlens_k_new)
         if cache_leftpad is not None:
-            if _readable(lengths) and bool(((cache_leftpad < 0) | (cache_leftpad > lengths)).any()):
-                raise ValueError(f"{name}: cache_leftpad is {cache_leftpad.tolist()}; want 0 .. {lengths.tolist()}, the lengths")
             k_cache, v_cache, table, lengths = _skip_leftpad(k_cache, v_cache, table, lengths, cache_leftpad)
 
         common = dict(causal=causal, scale=softmax_scale, windows=windows, softcap=softcap, sinks=sinks, return_lse=True)
@@ -247,7 +257,7 @@ def flash_attn_with_kvcache(
             )  # fmt: skip
             lse = lse.reshape(batch, -1).transpose(0, 1) if ragged else lse
         else:
-            packed, cu_q = q, cu_seqlens_q
+            packed, cu_q = q, cu_seqlens_q.contiguous() if ragged else None
             if not ragged:
                 packed = q.reshape(-1, *q.shape[2:])
                 cu_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
@@ -267,7 +277,7 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
     Args:
         out_partial: (parts, B, S, H, D) or (parts, total, H, D), float32. lse_partial: (parts, B, S, H) or (parts, total, H),
             natural log. A part that saw no key has -inf, and its output is not read.
-        out: tensor for the result. out_dtype: its dtype when out is None; None is that of out_partial.
+        out: tensor for the result. out_dtype: its dtype; None is that of out, or of out_partial.
 
     Returns:
         (B, S, H, D) and the merged log-sum-exp (B, S, H) float32.
@@ -296,6 +306,8 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
         return merged.to(out_dtype or out_partial.dtype), lse
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"flash_attn_combine: out is a {type(out).__name__}; want a torch.Tensor {tuple(merged.shape)}, or None")
+    if out_dtype is not None and out.dtype != out_dtype:
+        raise ValueError(f"flash_attn_combine: out_dtype is {out_dtype}; want {out.dtype}, the dtype of out, or None")
     if out.shape != merged.shape or out.device != merged.device or not out.is_floating_point():
         raise ValueError(f"flash_attn_combine: out is {tuple(out.shape)} {out.dtype} on {out.device}; want {tuple(merged.shape)}, "
                          f"floating point on {merged.device}")  # fmt: skip
@@ -326,6 +338,7 @@ def get_scheduler_metadata(
     batch_size = check_integer(name, "batch_size", batch_size, 0)
     max_seqlen_q, max_seqlen_k = check_integer(name, "max_seqlen_q", max_seqlen_q, 0), check_integer(name, "max_seqlen_k", max_seqlen_k, 0)
     num_splits = 0 if num_splits is None else check_integer(name, "num_splits", num_splits, 0)
+    max_seqlen_k_new = check_integer(name, "max_seqlen_k_new", max_seqlen_k_new, 0)
     for argument, lengths, count in (
         ("cache_seqlens", cache_seqlens, batch_size), ("cu_seqlens_k_new", cu_seqlens_k_new, batch_size + 1), ("cache_leftpad", cache_leftpad, batch_size),
     ):  # fmt: skip
@@ -362,15 +375,19 @@ def _refuse(name, qv, q_descale, k_descale, v_descale, attention_chunk, q):
 
 def _tensor(name, argument, x, *shape, like=None, dtypes=None):
     """Check one tensor: names in ``shape`` stand for any size; ``like`` has its dtype and device."""
-    wanted = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name}: {argument} is a {type(x).__name__}; want a torch.Tensor {wanted}")
+        raise TypeError(f"{name}: {argument} is a {type(x).__name__}; want a torch.Tensor {_written(shape)}")
     if x.ndim != len(shape) or any(not isinstance(n, str) and n != m for n, m in zip(shape, x.shape)):
-        raise ValueError(f"{name}: {argument} has shape {tuple(x.shape)}; want {wanted}")
+        raise ValueError(f"{name}: {argument} has shape {tuple(x.shape)}; want {_written(shape)}")
     if like is not None and (x.dtype != like.dtype or x.device != like.device):
         raise ValueError(f"{name}: {argument} is {x.dtype} on {x.device}; want {like.dtype} on {like.device}, as q")
     if dtypes is not None and x.dtype not in dtypes:
         raise ValueError(f"{name}: {argument} has dtype {x.dtype}; want {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}")
+
+
+def _written(shape):
+    """A shape in words. Only for an error: torch.compile cannot write down a size that is a symbol."""
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 
 
 def _readable(x):
@@ -386,6 +403,15 @@ def _starts(name, argument, cu_seqlens, count, q, total=None):
     if total is not None and _readable(q):
         check_cu_seqlens(name, argument, cu_seqlens, total)
     return len(cu_seqlens) - 1
+
+
+def _bounded(name, argument, most, cu_seqlens, used=None):
+    """On a CPU only: ``most`` is an upper bound of the lengths. A window that reaches as far as it counts as none."""
+    if most is None or not _readable(cu_seqlens) or len(cu_seqlens) < 2:
+        return
+    longest = int((cu_seqlens.diff() if used is None else used).max())
+    if longest > most:
+        raise ValueError(f"{name}: {argument} is {most}; want at least {longest}, the longest sequence")
 
 
 def _used(name, argument, used, cu_seqlens, batch, q):
@@ -412,8 +438,7 @@ def _sinks(name, learnable_sink, s_aux):
     """The sink logits under whichever name."""
     if learnable_sink is not None and s_aux is not None:
         raise ValueError(f"{name}: learnable_sink and s_aux are both given; want one of the two names")
-    sinks = s_aux if learnable_sink is None else learnable_sink
-    return sinks.detach() if isinstance(sinks, torch.Tensor) else sinks
+    return s_aux if learnable_sink is None else learnable_sink
 
 
 def _mask(name, causal, window_size, max_seqlen_q, max_seqlen_k):
@@ -438,9 +463,9 @@ class _ForwardOnly(torch.autograd.Function):
     """Results that may sit in a graph, as FlashAttention's do, and say why when somebody asks for gradients."""
 
     @staticmethod
-    def forward(ctx, name, run, q, k, v):
+    def forward(ctx, name, run, q, k, v, sinks):
         ctx.name = name
-        out, lse = run(q.detach(), k.detach(), v.detach())
+        out, lse = run(q.detach(), k.detach(), v.detach(), None if sinks is None else sinks.detach())
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -449,10 +474,10 @@ class _ForwardOnly(torch.autograd.Function):
         raise NotImplementedError(f"{ctx.name}: gradients; step 08 is forward only, step 04 is differentiable")
 
 
-def _forward_only(name, run, q, k, v):
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        return _ForwardOnly.apply(name, run, q, k, v)
-    return run(q, k, v)
+def _forward_only(name, run, *tensors):
+    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors):
+        return _ForwardOnly.apply(name, run, *tensors)
+    return run(*tensors)
 
 
 def _by_columns(run, v, out):
@@ -543,16 +568,22 @@ def _lengths(name, argument, lengths, batch, device):
     return lengths.contiguous()
 
 
+def _check_before_append(q, k_cache, v_cache, table, lengths, scale):
+    """What attention would refuse once the new keys are written."""
+    check_paged(
+        RUNG, q, k_cache, v_cache[..., :MAX_HEAD_DIM], table, lengths, scale=scale, max_head_dim=MAX_HEAD_DIM,
+        q_layout="(B, Sq, Hq, D)" if q.ndim == 4 else "(total_q, Hq, D)", batch_of_q=q.ndim == 4,
+    )  # fmt: skip
+
+
 def _append(k_cache, v_cache, k, v, table, lengths, cu_seqlens_new):
-    """Write new keys and values behind each sequence, in place; returns the new lengths."""
+    """Write new keys and values behind each sequence, in place."""
     seq, token = _places(k, cu_seqlens_new)
     position = lengths[seq].long() + token
     page = table[seq, position // k_cache.shape[1]].long()
     slot = position % k_cache.shape[1]
     k_cache[page, slot] = k
     v_cache[page, slot] = v
-    new = k.shape[1] if cu_seqlens_new is None else cu_seqlens_new.diff()
-    return (lengths + new).to(torch.int32)
 
 
 def _check_room(name, k_cache, k, table, lengths, cu_seqlens_new):

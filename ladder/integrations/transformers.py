@@ -27,12 +27,16 @@ neither softcap nor sink, and warns once for each reason:
 torch.compile traces all of it in one graph. Where it traces the making of a mask too, it cannot ask whether a batch has
 padding, so a 2-D ``attention_mask`` means packing: leave it out when all tokens are real. No warning comes from a graph.
 
-``register(fallback=False)`` raises ``NotImplementedError`` with the reason instead. Continuous batching, whose cache the
-backend would have to write itself, always raises.
+``register(fallback=False)`` raises ``NotImplementedError`` with the reason instead. Always refused are continuous batching,
+whose cache the backend would have to write itself; what a layer hands over in place of a mask or beside it (``UNREAD``);
+and models whose own attention never asks for a backend: they would add a mask of integers to their scores.
 """
 
 import functools
+import inspect
 import math
+import re
+import sys
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
@@ -45,6 +49,11 @@ from ladder.contract import FLOATS, check_flag, check_integer
 MAX_HEAD_DIM = 256
 MAX_DECODE_TOKENS = 16
 SPLIT_KEYS = 1024  # from so many keys on, a few new tokens are worth a kernel that splits the keys
+UNREAD = {  # arguments of a layer that change its result and that nothing here reads
+    "block_table": "continuous batching", "read_index": "continuous batching", "indices": "sparse attention",
+    "block_indices": "sparse attention", "sinks": "a sink logit of each token", "head_mask": "a factor of each head",
+    "output_attentions": "weights that are never in memory",
+}  # fmt: skip
 
 
 NAMES = {"dflash2": "step08", "dflash1": "step07"}
@@ -75,12 +84,49 @@ def register(*, fallback=True):
 
         @functools.wraps(checked)
         def check(self, attn_implementation, *args, **kwargs):
-            name = NAMES.get(attn_implementation) if isinstance(attn_implementation, str) else None
-            return checked(self, name or attn_implementation, *args, **kwargs)
+            if isinstance(attn_implementation, str):
+                attn_implementation = NAMES.get(attn_implementation, attn_implementation)
+                if attn_implementation in NAMES.values():
+                    _look_at_model(type(self), type(self.config))
+            return checked(self, attn_implementation, *args, **kwargs)
 
         check._dflash = True
         PreTrainedModel._check_and_adjust_attn_implementation = check
     return *NAMES, *NAMES.values()
+
+
+_EDITED = set()  # configurations of models that edit their masks
+
+
+def _look_at_model(model, config):
+    """ValueError for a model that would misread the masks made here; a model that asks for whole masks gets them.
+
+    transformers looks into the code too, for no attribute of a model says whether its layers go through the interface.
+    """
+    code = _code_of(model)
+    own = re.search(r"^class \w*Attention\w*\(nn\.Module\)", code, re.MULTILINE)
+    if own and "masking_utils" in code and not re.search("ALL_ATTENTION_FUNCTIONS|AttentionInterface", code):
+        raise ValueError(
+            f"attn_implementation is one of {', '.join(NAMES)}, and the attention of {model.__name__} is its own code, which calls no "
+            "backend; want 'eager' or 'sdpa' for it"
+        )
+    if "allow_is_causal_skip" in code or "allow_is_bidirectional_skip" in code:
+        _EDITED.add(config)
+
+
+@functools.cache
+def _code_of(model):
+    """The source of the modules that a model's class and its parents come from, as far as there is one."""
+    from transformers import PreTrainedModel
+
+    names = {c.__module__ for c in model.__mro__ if issubclass(c, PreTrainedModel)} - {PreTrainedModel.__module__}
+    code = []
+    for name in names:
+        try:
+            code.append(inspect.getsource(sys.modules[name]))
+        except (KeyError, OSError, TypeError):  # made in a notebook
+            pass
+    return "\n".join(code)
 
 
 def attention_forward(
@@ -93,13 +139,14 @@ def attention_forward(
         query: (B, Hq, Sq, D). key: (B, Hkv, Sk, D). value: (B, Hkv, Sk, Dv). Any strides.
         attention_mask: what ``key_mask`` made, None, or a caller's (B, 1, Sq, Sk) mask.
         s_aux: (Hq,) sink logits. softcap: None or 0 is off. sliding_window: keys that a query sees, itself included.
-        is_causal: None asks the module; a module that does not say is causal.
+        is_causal: whether a layer without a mask is causal; None asks the module; a module that does not say is. A mask says
+            it itself.
 
     Returns:
         (B, Sq, Hq, Dv), and None for the weights, which are never in memory.
 
     Raises:
-        NotImplementedError: continuous batching; without ``fallback`` what the kernels do not compute.
+        NotImplementedError: an argument of ``UNREAD``; without ``fallback`` what the kernels do not compute.
         TypeError, ValueError: naming the argument, what came and what is wanted.
     """
     if backend not in NAMES:
@@ -108,20 +155,30 @@ def attention_forward(
         if not isinstance(x, torch.Tensor) or x.ndim != 4:
             came = f"{tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
             raise (ValueError if isinstance(x, torch.Tensor) else TypeError)(f"{backend}: {name} is {came}; want a torch.Tensor (B, H, S, D)")
+    if s_aux is not None and (not isinstance(s_aux, torch.Tensor) or s_aux.shape != query.shape[1:2]):
+        came = f"{tuple(s_aux.shape)}" if isinstance(s_aux, torch.Tensor) else f"a {type(s_aux).__name__}"
+        raise (ValueError if isinstance(s_aux, torch.Tensor) else TypeError)(f"{backend}: s_aux is {came}; want a torch.Tensor ({query.shape[1]},)")
     if sliding_window is not None:
         sliding_window = check_integer(backend, "sliding_window", sliding_window, 0, optional=True)
-    for name in ("block_table", "read_index"):
-        if kwargs.get(name) is not None:
-            raise NotImplementedError(f"{backend}: continuous batching ({name}); want generate() or attn_implementation='sdpa'")
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    for name, what in UNREAD.items():
+        if (given := kwargs.get(name)) is not None and given is not False:
+            raise NotImplementedError(f"{backend}: {what} ({name}); want attn_implementation='eager', or 'sdpa' and generate()")
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
-    mask_window, attention_mask = _decode_mask(attention_mask, query, seqlen_k)
+    mask_causal, mask_window, attention_mask = _decode_mask(attention_mask, query, seqlen_k)
+    if mask_causal is not None:
+        causal = mask_causal
+    else:
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if mask_window and sliding_window and mask_window != sliding_window:
         raise ValueError(f"{backend}: sliding_window is {sliding_window}, the mask was made for {mask_window}; want one window")
     window = mask_window or sliding_window or None
     if window is not None and window >= seqlen_k:
         window = None
     softcap = float(softcap or 0.0)
+    starts = tuple(kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
+    if (starts[0] is None) != (starts[1] is None):
+        missing = "cu_seq_lens_q" if starts[0] is None else "cu_seq_lens_k"
+        raise ValueError(f"{backend}: {missing} is None; want cu_seq_lens_q and cu_seq_lens_k, or neither")
 
     reason = _not_computed(backend, query, key, value, attention_mask, dropout, window, causal, softcap, s_aux, kwargs)
     if reason is not None:
@@ -131,6 +188,11 @@ def attention_forward(
         if not torch.compiler.is_compiling():  # a warning would break the graph
             warnings.warn(f"{message}: this layer runs in PyTorch", stacklevel=2)
         bias = kwargs.get("position_bias")
+        if starts[0] is not None and (attention_mask is None or attention_mask.dtype == torch.int32):
+            q, k, v = (x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for x in (query, key, value))
+            visible = _visible_of_packed(*starts, q.shape[2], k.shape[2], causal, window)
+            out = _in_pytorch(q, k, v, visible, bias, scaling, softcap, s_aux, dropout)
+            return out[0].transpose(0, 1).unflatten(0, (-1, seqlen_q)).contiguous(), None
         visible = _visible(attention_mask, query, seqlen_k, causal, window)
         out = _in_pytorch(query, key, value, visible, bias, scaling, softcap, s_aux, dropout)
         return out.transpose(1, 2).contiguous(), None
@@ -141,8 +203,7 @@ def attention_forward(
 
         options |= dict(windows=None if window is None else RangeWindows.sliding(window), softcap=softcap, sinks=s_aux)
     entries = _entries(backend)
-    starts = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
-    if starts[0] is not None and starts[1] is not None:  # sequences that a data collator has packed into one
+    if starts[0] is not None:  # sequences that a data collator has packed into one
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         out = entries.varlen(q, k, v, *(x.to(torch.int32) for x in starts), causal=causal, **options)
         return out.unflatten(0, (-1, seqlen_q)), None
@@ -162,11 +223,14 @@ def attention_forward(
 #
 # transformers hands on whatever a mask function returns, but in generate() with a static cache the masks of a step are made
 # early and come by a second time, and only 4-D tensors pass there untouched. So a mask of this backend is an int32 tensor
-# (B, 1, 1 + window, n): window is the sliding window, 0 for none, in a dimension of stride 0; n says what it holds:
+# (B, CAUSAL or BIDIRECTIONAL, 1 + window, n): window is the sliding window, 0 for none, and both dimensions have stride 0;
+# n says what it holds:
 #   0            nothing but the window
 #   1            how many keys are filled; the queries are the newest of them
 #   2            the same, and where each sequence starts: padding on the left
 #   1 + Sk + Sq  the same, then a 1 for each real key, then for each real query
+
+CAUSAL, BIDIRECTIONAL = 2, 3  # 1 are a caller's own integers
 
 
 def key_mask(
@@ -186,11 +250,14 @@ def key_mask(
         _full_mask, batch_size=batch_size, kv_length=kv_length, q_length=q_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, cache_position=cache_position, **kwargs,
     )  # fmt: skip
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ValueError(f"attention_mask is {tuple(attention_mask.shape)}; want (B, tokens), or (B, 1, Sq, Sk)")
     tracing = torch.compiler.is_compiling()
     if cache_position is not None:
         q_length = cache_position.shape[0]
         q_offset = cache_position[0] if tracing else int(cache_position[0])
-    pattern = _pattern(mask_function)
+        kwargs.setdefault("device", cache_position.device)  # which transformers 4 does not name
+    pattern = None if type(kwargs.get("config")) in _EDITED else _pattern(mask_function)
     if pattern == "chunked" and _known(kv_offset) and kv_offset + kv_length <= local_size:
         pattern = "causal"  # no chunk ends yet
     if pattern not in ("causal", "sliding", "bidirectional"):
@@ -215,7 +282,7 @@ def key_mask(
             entries = torch.cat((ends, keys, queries), dim=1)
     if not window and not entries.shape[1]:
         return None
-    return entries[:, None, None].expand(-1, -1, 1 + window, -1)
+    return entries[:, None, None].expand(-1, CAUSAL if causal else BIDIRECTIONAL, 1 + window, -1)
 
 
 def _known(number):
@@ -285,22 +352,24 @@ def _full_mask(**arguments):
 
 
 def _decode_mask(mask, query, seqlen_k):
-    """(window, mask) of what came as attention_mask; a caller's own mask comes back as it is."""
+    """(causal, window, mask) of what came as attention_mask; a caller's own mask comes back as it is, with causal None."""
     if mask is None:
-        return 0, None
+        return None, 0, None
     if mask.ndim != 4:
         raise ValueError(
             f"attention_mask of a layer is {tuple(mask.shape)}; want what ladder.integrations.transformers.key_mask made, "
             "or (B, 1, Sq, Sk)"
         )
-    if mask.dtype != torch.int32:
-        return 0, mask
+    if mask.dtype == torch.bool or mask.is_floating_point():
+        return None, 0, mask
+    if mask.dtype != torch.int32 or mask.shape[1] not in (CAUSAL, BIDIRECTIONAL):
+        raise ValueError(f"attention_mask of a layer is {tuple(mask.shape)} {mask.dtype}; want bool, or floating point to add")
     window, entries = mask.shape[2] - 1, mask.shape[3]
     if entries not in (0, 1, 2, 1 + seqlen_k + query.shape[2]):
         raise ValueError(
             f"attention_mask was made for {entries - 1} keys and queries; the layer has {seqlen_k} and {query.shape[2]}"
         )
-    return window, mask if entries else None
+    return mask.shape[1] == CAUSAL, window, mask if entries else None
 
 
 def _real(mask, seqlen_q, seqlen_k):
@@ -319,7 +388,7 @@ def _visible(mask, query, seqlen_k, causal, window):
     if mask is not None and mask.dtype != torch.int32:
         return mask
     seqlen_q, key = query.shape[2], torch.arange(seqlen_k, device=query.device)
-    end = seqlen_k if mask is None else mask[:, :, :1, :1]
+    end = seqlen_k if mask is None else mask[:, :1, :1, :1]
     position = end - seqlen_q + torch.arange(seqlen_q, device=query.device)[:, None]
     visible = torch.ones(1, 1, seqlen_q, seqlen_k, dtype=torch.bool, device=query.device)
     if causal:
@@ -327,6 +396,21 @@ def _visible(mask, query, seqlen_k, causal, window):
     if window is not None:
         visible = visible & (key > position - window)
     return visible if mask is None else visible & _real(mask, seqlen_q, seqlen_k)[0][:, None, None]
+
+
+def _visible_of_packed(starts_q, starts_k, rows, keys, causal, window):
+    """The full mask (1, 1, rows, keys) of sequences that lie one after another."""
+    row, key = torch.arange(rows, device=starts_q.device), torch.arange(keys, device=starts_q.device)
+    starts_q, starts_k = starts_q.long(), starts_k.long()
+    of_row, of_key = (torch.searchsorted(s, x, right=True) for s, x in ((starts_q, row), (starts_k, key)))
+    visible = of_row[:, None] == of_key
+    shift = (starts_k - starts_q)[of_row.clamp(max=len(starts_q) - 1)]  # each sequence's ends, which are aligned
+    position = (row + shift)[:, None]
+    if causal:
+        visible = visible & (key <= position)
+    if window is not None:
+        visible = visible & (key > position - window)
+    return visible[None, None]
 
 
 # Computing

@@ -180,6 +180,7 @@ def plan_prefill(
 
 def plan_problem(p, right, *, ragged=False, page_size=0, processors=132, windows=False):
     """``plan_prefill`` of a problem (fields of ``AttentionProblem``), whose sequences are all of one length."""
+    ragged = ragged or page_size > 0
     rows = p.B * p.Sq if ragged else p.Sq
     keys = -(-p.Sk // page_size) * page_size if page_size else p.B * p.Sk if ragged else p.Sk
     return plan_prefill(

@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from ladder.contract import check_flag, check_integer
+from ladder.contract import check_flag, check_integer, check_scale
 from ladder.step06_paged.attention import processors
 from ladder.step07_dflash1.attention import arch, prefill_config
 
@@ -78,6 +78,7 @@ def explain(
     _check_problem("problem", problem)
     page_size = _check_layout(sinks, ragged, page_size)
     if hasattr(problem, "q_len"):
+        check_flag(RUNG, "return_lse", return_lse)
         return _explain_decode(problem, windows, softcap, sinks, device)
     p, paged = problem, page_size > 0
     ragged = ragged or paged
@@ -192,8 +193,9 @@ def warmup(shapes, device=None):
     Returns:
         How many launches were made. Memory is that of a few hundred tokens a shape, freed again.
 
-    A kernel is compiled for head sizes, dtype, mask features and 16-byte alignment, not for a length or a batch; Triton
-    keeps it on disk, so the next process only loads it.
+    A kernel is compiled for head sizes, dtype, mask features and 16-byte alignment, not for a length or a batch, of which
+    only a few classes differ in code: give lengths of each size that will come. Triton keeps it on disk, so the next process
+    only loads it.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what is wanted.
@@ -228,7 +230,7 @@ def _warm_prefill(
     ragged = ragged or page_size > 0
     q, k, v = (torch.zeros(x.shape, dtype=x.dtype, device=device) for x in _meta_tensors(short, ragged, page_size))
     options = dict(
-        causal=p.causal, windows=windows, softcap=softcap, right=right, return_lse=return_lse,
+        causal=p.causal, scale=check_scale(RUNG, p.scale, p.D), windows=windows, softcap=softcap, right=right, return_lse=return_lse,
         sinks=torch.zeros(p.Hq, device=device) if sinks else None,
     )  # fmt: skip
     cu_q, cu_k, lengths = (torch.tensor(n, dtype=torch.int32, device=device) for n in ([0, short.Sq], [0, short.Sk], [short.Sk]))
@@ -266,7 +268,7 @@ def _warm_hopper(p, q, k, v, packed, ragged, page_size, options):
     )
     lse = q.new_empty(*((p.Hq, len(q)) if ragged else q.shape[:3]), dtype=torch.float32) if return_lse else None
     # The number of splits is a value; whether there are any is a variant.
-    hopper.launch_prefill(q, k, v, out, lse, scale=p.D**-0.5, num_splits=min(num_splits, 2), config=config, **packed, **options)
+    hopper.launch_prefill(q, k, v, out, lse, num_splits=min(num_splits, 2), config=config, **packed, **options)
     return True
 
 
@@ -309,11 +311,15 @@ def _check_problem(name, problem):
             f"{RUNG}: {name} {'is' if name == 'problem' else 'holds'} a {type(problem).__name__}, which has no {missing[0]}; "
             "want an AttentionProblem or a DecodeProblem"
         )
-
-
     for field, least in (("B", 0), ("Hq", 1), ("Hkv", 1), ("D", 1), ("Dv", 1), ("Sq", 0), ("Sk", 0), ("q_len", 1)):
         if hasattr(problem, field):
             check_integer(RUNG, f"{name}.{field}", getattr(problem, field), least)
+    if problem.Hq % problem.Hkv:
+        raise ValueError(f"{RUNG}: {name}.Hq is {problem.Hq}; want a multiple of Hkv = {problem.Hkv}")
+    if getattr(problem, "latent", False) and (problem.Dv < 16 or problem.Dv & (problem.Dv - 1)):
+        raise ValueError(f"{RUNG}: {name}.Dv is {problem.Dv} in a latent cache; want a power of two, at least 16")
+    if getattr(problem, "latent", False) and problem.D > 2 * problem.Dv:
+        raise NotImplementedError(f"{RUNG}: {name}.D is {problem.D}, above twice Dv = {problem.Dv}")
     if max(problem.D, problem.Dv) > 256 and not getattr(problem, "latent", False):
         raise NotImplementedError(f"{RUNG}: head sizes {problem.D}/{problem.Dv}; want at most 256")
 
