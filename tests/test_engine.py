@@ -12,7 +12,7 @@ from ladder.engine import backends
 from ladder.engine.engine import Engine, SamplingParams
 from ladder.engine.kv_pool import OutOfPages, PagePool
 from ladder.engine.models import Spec, find
-from ladder.engine.sampling import sample, uniform
+from ladder.engine.sampling import _mix, sample, uniform
 from ladder.engine.scheduler import Request, Scheduler
 
 REQUESTS = int(os.environ.get("LADDER_ENGINE_REQUESTS", "100"))  # 1,000 take a few minutes
@@ -325,6 +325,46 @@ def test_a_row_does_not_know_its_batch():
 def test_uniform_numbers_are_inside_and_spread():
     x = uniform(torch.arange(200), 500)
     assert 0 < x.min() and x.max() < 1 and abs(x.mean() - 0.5) < 0.005 and abs(x.var() - 1 / 12) < 0.002
+
+
+def test_noise_is_never_without_bound():
+    """A hash whose upper 24 bits are all set; a number that is rounded to 1 is infinite noise, and a token drawn whatever its logit."""
+    x = uniform(torch.tensor([_mix(113 * 0x9E3779B1 + 3)]), 94002)
+    assert x[0, 94001] == x.max() == 1 - 2.0**-24
+
+
+def test_no_draw_leaves_the_vocabulary_that_counts():
+    """Of 102,400 tokens one has all the probability; these seeds drew others when a hash was rounded to 1."""
+    logits = torch.zeros(1, 102400)
+    logits[0, 7] = 1000.0
+    for seed in (113, 304, 450, 506):
+        for top_p in (0.5, 1.0):
+            assert sample(logits, [SamplingParams(temperature=0.5, top_p=top_p, seed=seed)], [3]) == 7, seed
+
+
+def test_all_tokens_are_all_tokens_in_any_company():
+    """The first token's probability rounds to 1, and this seed draws the second: also beside a request with a smaller top_p."""
+    logits = torch.tensor([[17.4, 0.0]])
+    lonely, mate = SamplingParams(temperature=1.0, seed=29679190), SamplingParams(temperature=1.0, top_p=0.9)
+    assert sample(logits, [lonely], [0]).tolist() == [1]
+    assert sample(logits.expand(2, -1), [lonely, mate], [0, 0]).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("temperature", (1e-40, 1e-7, 1.0))
+def test_the_smallest_top_p_keeps_the_best_token(temperature):
+    logits = torch.tensor([[0.0, 5.0, 1.0]])
+    draws = sample(logits.expand(50, -1), [SamplingParams(temperature=temperature, top_p=1e-46, seed=n) for n in range(50)], [0] * 50)
+    assert draws.tolist() == [1] * 50
+
+
+@pytest.mark.parametrize("stop", (7, "ab", (1.5,), (True,)))
+def test_stop_is_token_ids(stop):
+    with pytest.raises(TypeError, match="sampling: stop is"):
+        SamplingParams(stop=stop)
+
+
+def test_stop_may_be_any_collection():
+    assert SamplingParams(stop=[3, 4]).stop == SamplingParams(stop=iter((3, 4))).stop == (3, 4)
 
 
 @pytest.mark.parametrize(
