@@ -11,6 +11,7 @@ from engine_models import MLA, SPECS, TINY, engine, greedy, prompts
 from ladder.engine import backends
 from ladder.engine.engine import Engine, SamplingParams
 from ladder.engine.kv_pool import OutOfPages, PagePool
+from ladder.engine.layers import HostCopy
 from ladder.engine.models import Spec, find
 from ladder.engine.sampling import _mix, sample, uniform
 from ladder.engine.scheduler import Request, Scheduler
@@ -137,6 +138,105 @@ def test_streaming_stops_and_closes():
     next(stream)
     stream.close()  # the reader went away: both requests are cancelled
     assert not served.scheduler.busy and served.pool.used == 0
+
+
+def test_streams_may_be_read_in_turns():
+    """Each stream yields its own requests' events, all of them, whoever ran the steps; a request of nobody's goes to who asks."""
+    asked = prompts((5, 9, 4))
+    answers = engine(TINY).generate(asked, greedy(8))
+    served = engine(TINY)
+    one, two = served.stream(asked[:1], greedy(8)), served.stream(asked[1:2], greedy(8))
+    seen = [next(one)], [next(two)]
+    assert served.generate(asked[2:], greedy(8)) == answers[2:]  # runs the others to their end, too
+    seen[0].append(next(one))
+    seen[1].extend(two)
+    seen[0].extend(one)
+    for n, events in enumerate(seen):
+        assert [e.token for e in events] == answers[n] and {e.request for e in events} == {n}
+        assert [e.finished for e in events] == [None] * 7 + ["length"]
+    assert not served._inboxes and not served.busy and served.pool.used == 0
+    alone = served.submit(asked[0], greedy(8))
+    events = list(served.stream(asked[1:2], greedy(8)))
+    assert [e.token for e in events if e.request == alone] == answers[0]
+
+
+def test_a_stream_that_is_refused_leaves_nothing():
+    served = engine(TINY)
+    for asked, params, message in (([[1, 2], []], greedy(3), "empty"), ([[1], [2]], [greedy(3)], "1 params for 2 prompts")):
+        with pytest.raises(ValueError, match=message):
+            served.generate(asked, params)
+        assert not served.busy and not served._inboxes
+    assert served.generate(iter([[1, 2], [3]]), (greedy(3), greedy(2))) == engine(TINY).generate([[1, 2], [3]], [greedy(3), greedy(2)])
+
+
+def test_an_answer_that_was_read_may_be_forgotten():
+    served = engine(TINY)
+    (answer,) = served.generate(prompts((5,)), greedy(3))
+    assert served.forget(0).output == answer and not served.requests
+    number = served.submit([1, 2], greedy(3))
+    with pytest.raises(ValueError, match="request 1 has not ended"):
+        served.forget(number)
+    served.cancel(number)
+    served.forget(number)
+    assert [e.finished for e in served.step()] == ["cancelled"]
+    with pytest.raises(ValueError, match="no request 1"):
+        served.forget(number)
+    assert served.generate(prompts((5,)), greedy(3)) == [answer]
+
+
+@pytest.mark.parametrize("ahead", (False, True))
+@pytest.mark.parametrize("place", ("prefill", "decode", "sample", "read"))
+def test_a_step_that_fails_costs_no_answer(ahead, place, monkeypatch):
+    """An exception anywhere in a step (no memory, Ctrl-C): the next steps compute again what nobody got, and no page is lost."""
+    from ladder.engine import engine as module
+
+    asked = prompts((5, 40, 1, 18))
+    params = [SamplingParams(12, temperature=t, seed=n) for n, t in enumerate((0.0, 0.7, 0.0, 0.7))]
+    want = engine(TINY).generate(asked, params)
+    served = engine(TINY, page_size=4, kv_tokens=4 * 26, max_len=80, chunk_tokens=16)
+    served.looks_ahead = ahead
+    generator, failed = random.Random(3), []
+
+    def failing(real):
+        def run(*arguments):
+            if generator.random() < 0.4:
+                failed.append(1)
+                raise KeyboardInterrupt if len(failed) % 2 else RuntimeError("out of memory")
+            return real(*arguments)
+
+        return run
+
+    class Unread(HostCopy):
+        def __init__(self, copied):
+            self.host, self.tolist = copied.wait() if isinstance(copied, HostCopy) else copied.tolist(), self.wait
+
+        def wait(self):
+            return failing(lambda: self.host)()
+
+    if place in ("prefill", "decode"):
+        monkeypatch.setattr(served.runner, place, failing(getattr(served.runner, place)))
+    elif place == "sample":
+        monkeypatch.setattr(module, "sample", failing(module.sample))
+    else:
+        real = served._launch
+
+        def launch(step):
+            found = real(step)
+            return found if found is None or not found[0] else (found[0], Unread(found[1]), found[2])
+
+        monkeypatch.setattr(served, "_launch", launch)
+    numbers = [served.submit(prompt, p) for prompt, p in zip(asked, params)]
+    seen = {number: [] for number in numbers}
+    for _ in range(2000):
+        if not served.busy:
+            break
+        try:
+            for event in served.step():
+                seen[event.request].append(event.token)
+        except (KeyboardInterrupt, RuntimeError):
+            pass
+    assert len(failed) > 1 and not served.busy and served.pool.used == 0
+    assert [seen[n] for n in numbers] == [served.requests[n].output for n in numbers] == want
 
 
 @pytest.mark.parametrize("ahead", (False, True))
@@ -397,6 +497,8 @@ class Heavy(Spec):
         (dict(kv_tokens=1 << 45), "GiB for the KV pool"),
         (dict(max_len=4096), "max_len is 4096; want at most 256, the context"),
         (dict(chunk_tokens=0), "chunk_tokens is 0"),
+        (dict(kv_tokens=0), "kv_tokens is 0; want an integer of at least 1"),
+        (dict(max_len=0), "max_len is 0; want an integer of at least 1"),
         (dict(windows=object()), "range windows arrive with step08"),
     ),
 )
@@ -428,6 +530,10 @@ def test_requests_are_refused_by_name():
     for prompt, params, message in (
         ([], greedy(1), "prompt is empty"),
         ([1, 256], greedy(1), "token 256; want 0 .. 255"),
+        ([1, -1], greedy(1), "token -1; want 0 .. 255"),
+        ([1, float("nan")], greedy(1), "holds nan; want token ids"),
+        ([1.5], greedy(1), "holds 1.5; want token ids"),
+        ("ab", greedy(1), "holds 'a'; want token ids"),
         ([1] * 60, greedy(5), "60 prompt tokens and 5 to generate are 65; want at most 64"),
     ):
         with pytest.raises(ValueError, match=message):
