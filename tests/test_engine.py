@@ -266,25 +266,54 @@ class Replayed:
             kept.copy_(new)
 
 
+def replays(served):
+    """Decode of ``served`` as captured graphs do it."""
+    paged = GatheredOnTheDevice(served.backend)
+    served.backend = served.runner.backend = served.runner.context.backend = paged
+    served.runner.captures = True
+    return served
+
+
+def capture(self, device):
+    graph = Replayed(self)
+    return graph, *graph.outputs
+
+
 @pytest.mark.parametrize("model", SPECS)
 def test_replayed_decode_pads_and_follows_pages(model, monkeypatch):
     """What a captured decode does with its buffers: padding rows, pages that grow, requests that come, go and are preempted."""
 
-    def capture(self, device):
-        graph = Replayed(self)
-        return graph, *graph.outputs
-
     monkeypatch.setattr("ladder.engine.runner.DecodeGraph.capture", capture)
     asked = prompts((3, 20, 9, 31, 14), seed=5)
     alone = [engine(SPECS[model]).generate([p], greedy(20 - 3 * n))[0] for n, p in enumerate(asked)]
-    served = engine(SPECS[model], "step04", page_size=4, kv_tokens=4 * 24, max_len=64, max_seqs=5)
-    paged = GatheredOnTheDevice(served.backend)
-    served.backend = served.runner.backend = served.runner.context.backend = paged
-    served.runner.captures = True
+    served = replays(engine(SPECS[model], "step04", page_size=4, kv_tokens=4 * 24, max_len=64, max_seqs=5))
     assert served.generate(asked, [greedy(20 - 3 * n) for n in range(5)]) == alone
     assert set(served.runner.graphs) >= {1, 2, 4} and served.scheduler.preemptions > 0
     for part in served.runner.cache.parts:
         assert not part[:, 0].isnan().any()
+
+
+class Corrected:
+    """Another rank whose tokens count, and which chose otherwise now and then."""
+
+    def __init__(self):
+        self.calls = 0
+
+    @torch.inference_mode()
+    def agree(self, tokens):
+        self.calls += 1
+        if self.calls % 3 == 0:
+            tokens.copy_((tokens + 1) % 96)
+
+
+def test_a_replay_goes_on_from_the_tokens_that_ranks_agreed_on(monkeypatch):
+    monkeypatch.setattr("ladder.engine.runner.DecodeGraph.capture", capture)
+    asked, found = prompts((3, 20, 9)), []
+    for prepare in (lambda served: served, replays):
+        served = prepare(engine(TINY, "step04"))
+        served.parallel = Corrected()
+        found.append(served.generate(asked, greedy(12)))
+    assert found[0] == found[1] != engine(TINY, "step04").generate(asked, greedy(12))
 
 
 class GatheredOnTheDevice(backends.Backend):

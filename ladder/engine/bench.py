@@ -182,6 +182,7 @@ def _mixed(engine, count, input_len, output_len, progress):
 def release(engine):
     """Give back an engine's memory, captured graphs first."""
     engine.runner.graphs.clear()
+    engine.runner.replayed = None
     engine.runner.cache = engine.runner.context = engine.runner.model = None
     gc.collect()
     if engine.device.type == "cuda":

@@ -254,6 +254,8 @@ class Engine:
             greedy = sample(logits, [r.params for r in requests], [r.length for r in requests])
         if self.parallel:
             self.parallel.agree(greedy)
+            if step.decode:
+                self.runner.follow(greedy)
         copied = not step.decode and self.looks_ahead  # on its way before the next step is
         return requests, HostCopy(greedy) if copied else greedy, not step.decode
 
