@@ -156,8 +156,12 @@ def test_streams_may_be_read_in_turns():
         assert [e.finished for e in events] == [None] * 7 + ["length"]
     assert not served._inboxes and not served.busy and served.pool.used == 0
     alone = served.submit(asked[0], greedy(8))
-    events = list(served.stream(asked[1:2], greedy(8)))
+    assert served.generate(asked[2:], greedy(2)) == [answers[2][:2]]  # what happens to the other meanwhile is told later
+    stream = served.stream(asked[1:2], greedy(8))
+    events = [next(stream) for _ in range(3)]
+    events += [e for _ in range(20) for e in served.step()]  # not the stream's, which wait for it
     assert [e.token for e in events if e.request == alone] == answers[0]
+    assert [e.token for e in (*events, *stream) if e.request != alone] == answers[1]
 
 
 def test_a_stream_that_is_refused_leaves_nothing():

@@ -2,6 +2,7 @@
 
 import operator
 import time
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -126,8 +127,8 @@ class Engine:
             self.pool, max_seqs=max_seqs, chunk_tokens=chunk_tokens, chunk_keys=chunk_keys, decode_every=decode_every
         )
         self.requests, self._submitted = {}, 0
-        self._events = []  # what the next step has to tell
-        self._inboxes = {}  # request -> the list where its stream finds what happened while others ran the steps
+        self._events = deque()  # not told yet
+        self._inboxes = {}  # request -> the queue of its stream, which finds there what happens while others run the steps
         # Whether a prefill may follow another before the first one's tokens are read; not where its experts wait for the host.
         self.looks_ahead = device.type == "cuda" and not self.parallel and chunk_tokens * getattr(spec.config, "top_k", 1) <= MOST_ROWS
         self._ahead = None  # what ``_launch`` returned of such a prefill
@@ -175,7 +176,7 @@ class Engine:
         request = self.requests[number]
         if request.finished is None:
             self.scheduler.finish(request, "cancelled")
-            self._events.append(Event(number, None, "cancelled"))
+            self._tell(Event(number, None, "cancelled"))
 
     def forget(self, number):
         """Drop the record of a request that has ended, and return it: who serves for long calls this for every answer that was read.
@@ -194,7 +195,8 @@ class Engine:
         return self.scheduler.busy or bool(self._events)
 
     def step(self):
-        """Run one step; returns its ``Event``s, in batch order. An empty list: only prompts were computed.
+        """Run one step; returns its ``Event``s, in batch order, but for those that a stream will yield. An empty list: only prompts
+        were computed.
 
         After an exception (no memory for a step, Ctrl-C) the engine goes on: tokens that were lost with it are computed again,
         and events that it had already come with the next step.
@@ -205,11 +207,12 @@ class Engine:
             self._ahead = None
             self.scheduler.rewind()
             raise
-        events, self._events = self._events, []
-        for event in events:
-            if event.request in self._inboxes:
-                self._inboxes[event.request].append(event)
+        events = list(self._events)
+        self._events.clear()
         return events
+
+    def _tell(self, event):
+        self._inboxes.get(event.request, self._events).append(event)
 
     def _step(self):
         launched, self._ahead = self._ahead or self._launch(self.scheduler.next()), None
@@ -232,7 +235,7 @@ class Engine:
                 reason = "length"
             if reason:
                 self.scheduler.finish(request, reason)
-            self._events.append(Event(request.id, token, reason))
+            self._tell(Event(request.id, token, reason))
 
     def _launch(self, step):
         """Send a step to the device: (requests with a new token, these tokens, whether it was a prefill); None without a step."""
@@ -272,35 +275,33 @@ class Engine:
         params = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"engine: {len(params)} params for {len(prompts)} prompts; want one for all, or one for each")
-        own, live, inbox = [], set(), []
+        own, live, inbox = [], set(), deque()
         try:
             for prompt, p in zip(prompts, params):
                 number = self.submit(prompt, p)
                 own.append(number), live.add(number)
                 self._inboxes[number] = inbox
             while live:
-                events = inbox[:] or self.step()
-                inbox.clear()
-                for event in events:
-                    if self._inboxes.get(event.request, inbox) is not inbox:
-                        continue  # another stream's, which finds it in its own inbox
-                    if event.finished:
-                        live.discard(event.request)
-                    yield event
+                if not inbox and not self._events:
+                    self._events.extend(self.step())
+                    continue
+                event = (inbox or self._events).popleft()  # taken one by one: whoever asks next goes on where this one left
+                if event.finished:
+                    live.discard(event.request)
+                yield event
         finally:
             for number in live:  # the caller went away
                 self.cancel(number)
             for number in own:
                 del self._inboxes[number]
-            if live:  # nobody asks what became of them
-                self._events = [event for event in self._events if event.request not in live]
 
     def generate(self, prompts, params=SamplingParams()):
         """The answers (lists of token ids) to prompts, in their order."""
         prompts, first = list(prompts), self._submitted
-        for _ in self.stream(prompts, params):
-            pass
-        return [self.requests[first + i].output for i in range(len(prompts))]
+        own = range(first, first + len(prompts))
+        others = [event for event in self.stream(prompts, params) if event.request not in own]
+        self._events.extendleft(reversed(others))  # for who submitted them
+        return [self.requests[number].output for number in own]
 
 
 def check_prompt(prompt, vocab):
