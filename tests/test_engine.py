@@ -140,6 +140,22 @@ def test_streaming_stops_and_closes():
     assert not served.scheduler.busy and served.pool.used == 0
 
 
+def test_a_request_is_cancelled_while_its_prompt_is_computed_ahead():
+    """Its pages go to others at once, and the token that is on its way is nobody's."""
+    served = engine(TINY, page_size=4, kv_tokens=4 * 8, max_len=16, chunk_tokens=4)
+    served.looks_ahead = True
+    asked = prompts((4, 4, 12))
+    for prompt in asked[:2]:
+        served.submit(prompt, greedy(4))
+    assert [e.request for e in served.step()] == [0] and served._ahead[0] == [served.requests[1]]
+    served.cancel(1)
+    third = served.submit(asked[2], greedy(4))
+    events = [e for _ in range(20) for e in served.step()]
+    assert [(e.token, e.finished) for e in events if e.request == 1] == [(None, "cancelled")]
+    assert served.requests[1].output == [] and served.pool.used == 0
+    assert [e.token for e in events if e.request == third] == engine(TINY).generate(asked[2:], greedy(4))[0]
+
+
 def test_streams_may_be_read_in_turns():
     """Each stream yields its own requests' events, all of them, whoever ran the steps; a request of nobody's goes to who asks."""
     asked = prompts((5, 9, 4))
