@@ -108,6 +108,8 @@ def parse_args(argv=None):
             parser.error(f"argument --ncu-csv: {error}")
     if args.json and args.json != "-" and not Path(args.json).absolute().parent.is_dir():
         parser.error(f"argument --json: no folder {Path(args.json).parent} to write {Path(args.json).name} into")
+    if args.json and Path(args.json).is_dir():
+        parser.error(f"argument --json: {args.json} is a folder; want a file")
     return args
 
 

@@ -11,8 +11,9 @@ from engine_models import MLA, SPECS, TINY, engine, greedy, prompts
 from ladder.engine import backends
 from ladder.engine.engine import Engine, SamplingParams
 from ladder.engine.kv_pool import OutOfPages, PagePool
+from ladder.engine.layers import HostCopy
 from ladder.engine.models import Spec, find
-from ladder.engine.sampling import sample, uniform
+from ladder.engine.sampling import _mix, sample, uniform
 from ladder.engine.scheduler import Request, Scheduler
 
 REQUESTS = int(os.environ.get("LADDER_ENGINE_REQUESTS", "100"))  # 1,000 take a few minutes
@@ -139,6 +140,125 @@ def test_streaming_stops_and_closes():
     assert not served.scheduler.busy and served.pool.used == 0
 
 
+def test_a_request_is_cancelled_while_its_prompt_is_computed_ahead():
+    """Its pages go to others at once, and the token that is on its way is nobody's."""
+    served = engine(TINY, page_size=4, kv_tokens=4 * 8, max_len=16, chunk_tokens=4)
+    served.looks_ahead = True
+    asked = prompts((4, 4, 12))
+    for prompt in asked[:2]:
+        served.submit(prompt, greedy(4))
+    assert [e.request for e in served.step()] == [0] and served._ahead[0] == [served.requests[1]]
+    served.cancel(1)
+    third = served.submit(asked[2], greedy(4))
+    events = [e for _ in range(20) for e in served.step()]
+    assert [(e.token, e.finished) for e in events if e.request == 1] == [(None, "cancelled")]
+    assert served.requests[1].output == [] and served.pool.used == 0
+    assert [e.token for e in events if e.request == third] == engine(TINY).generate(asked[2:], greedy(4))[0]
+
+
+def test_streams_may_be_read_in_turns():
+    """Each stream yields its own requests' events, all of them, whoever ran the steps; a request of nobody's goes to who asks."""
+    asked = prompts((5, 9, 4))
+    answers = engine(TINY).generate(asked, greedy(8))
+    served = engine(TINY)
+    one, two = served.stream(asked[:1], greedy(8)), served.stream(asked[1:2], greedy(8))
+    seen = [next(one)], [next(two)]
+    assert served.generate(asked[2:], greedy(8)) == answers[2:]  # runs the others to their end, too
+    seen[0].append(next(one))
+    seen[1].extend(two)
+    seen[0].extend(one)
+    for n, events in enumerate(seen):
+        assert [e.token for e in events] == answers[n] and {e.request for e in events} == {n}
+        assert [e.finished for e in events] == [None] * 7 + ["length"]
+    assert not served._inboxes and not served.busy and served.pool.used == 0
+    alone = served.submit(asked[0], greedy(8))
+    assert served.generate(asked[2:], greedy(2)) == [answers[2][:2]]  # what happens to the other meanwhile is told later
+    stream = served.stream(asked[1:2], greedy(8))
+    events = [next(stream) for _ in range(3)]
+    events += [e for _ in range(20) for e in served.step()]  # not the stream's, which wait for it
+    assert [e.token for e in events if e.request == alone] == answers[0]
+    assert [e.token for e in (*events, *stream) if e.request != alone] == answers[1]
+
+
+def test_a_stream_that_is_refused_leaves_nothing():
+    served = engine(TINY)
+    for asked, params, message in (([[1, 2], []], greedy(3), "empty"), ([[1], [2]], [greedy(3)], "1 params for 2 prompts")):
+        with pytest.raises(ValueError, match=message):
+            served.generate(asked, params)
+        assert not served.busy and not served._inboxes
+    assert served.generate(iter([[1, 2], [3]]), (greedy(3), greedy(2))) == engine(TINY).generate([[1, 2], [3]], [greedy(3), greedy(2)])
+
+
+def test_an_answer_that_was_read_may_be_forgotten():
+    served = engine(TINY)
+    (answer,) = served.generate(prompts((5,)), greedy(3))
+    assert served.forget(0).output == answer and not served.requests
+    number = served.submit([1, 2], greedy(3))
+    with pytest.raises(ValueError, match="request 1 has not ended"):
+        served.forget(number)
+    served.cancel(number)
+    served.forget(number)
+    assert [e.finished for e in served.step()] == ["cancelled"]
+    with pytest.raises(ValueError, match="no request 1"):
+        served.forget(number)
+    assert served.generate(prompts((5,)), greedy(3)) == [answer]
+
+
+@pytest.mark.parametrize("ahead", (False, True))
+@pytest.mark.parametrize("place", ("prefill", "decode", "sample", "read"))
+def test_a_step_that_fails_costs_no_answer(ahead, place, monkeypatch):
+    """An exception anywhere in a step (no memory, Ctrl-C): the next steps compute again what nobody got, and no page is lost."""
+    from ladder.engine import engine as module
+
+    asked = prompts((5, 40, 1, 18))
+    params = [SamplingParams(12, temperature=t, seed=n) for n, t in enumerate((0.0, 0.7, 0.0, 0.7))]
+    want = engine(TINY).generate(asked, params)
+    served = engine(TINY, page_size=4, kv_tokens=4 * 26, max_len=80, chunk_tokens=16)
+    served.looks_ahead = ahead
+    generator, failed = random.Random(3), []
+
+    def failing(real):
+        def run(*arguments):
+            if generator.random() < 0.4:
+                failed.append(1)
+                raise KeyboardInterrupt if len(failed) % 2 else RuntimeError("out of memory")
+            return real(*arguments)
+
+        return run
+
+    class Unread(HostCopy):
+        def __init__(self, copied):
+            self.host, self.tolist = copied.wait() if isinstance(copied, HostCopy) else copied.tolist(), self.wait
+
+        def wait(self):
+            return failing(lambda: self.host)()
+
+    if place in ("prefill", "decode"):
+        monkeypatch.setattr(served.runner, place, failing(getattr(served.runner, place)))
+    elif place == "sample":
+        monkeypatch.setattr(module, "sample", failing(module.sample))
+    else:
+        real = served._launch
+
+        def launch(step):
+            found = real(step)
+            return found if found is None or not found[0] else (found[0], Unread(found[1]), found[2])
+
+        monkeypatch.setattr(served, "_launch", launch)
+    numbers = [served.submit(prompt, p) for prompt, p in zip(asked, params)]
+    seen = {number: [] for number in numbers}
+    for _ in range(2000):
+        if not served.busy:
+            break
+        try:
+            for event in served.step():
+                seen[event.request].append(event.token)
+        except (KeyboardInterrupt, RuntimeError):
+            pass
+    assert len(failed) > 1 and not served.busy and served.pool.used == 0
+    assert [seen[n] for n in numbers] == [served.requests[n].output for n in numbers] == want
+
+
 @pytest.mark.parametrize("ahead", (False, True))
 def test_prompts_do_not_starve_decodes(ahead):
     """With long prompts waiting, a running answer gets a token at least every ``decode_every`` + 1 steps."""
@@ -166,25 +286,54 @@ class Replayed:
             kept.copy_(new)
 
 
+def replays(served):
+    """Decode of ``served`` as captured graphs do it."""
+    paged = GatheredOnTheDevice(served.backend)
+    served.backend = served.runner.backend = served.runner.context.backend = paged
+    served.runner.captures = True
+    return served
+
+
+def capture(self, device):
+    graph = Replayed(self)
+    return graph, *graph.outputs
+
+
 @pytest.mark.parametrize("model", SPECS)
 def test_replayed_decode_pads_and_follows_pages(model, monkeypatch):
     """What a captured decode does with its buffers: padding rows, pages that grow, requests that come, go and are preempted."""
 
-    def capture(self, device):
-        graph = Replayed(self)
-        return graph, *graph.outputs
-
     monkeypatch.setattr("ladder.engine.runner.DecodeGraph.capture", capture)
     asked = prompts((3, 20, 9, 31, 14), seed=5)
     alone = [engine(SPECS[model]).generate([p], greedy(20 - 3 * n))[0] for n, p in enumerate(asked)]
-    served = engine(SPECS[model], "step04", page_size=4, kv_tokens=4 * 24, max_len=64, max_seqs=5)
-    paged = GatheredOnTheDevice(served.backend)
-    served.backend = served.runner.backend = served.runner.context.backend = paged
-    served.runner.captures = True
+    served = replays(engine(SPECS[model], "step04", page_size=4, kv_tokens=4 * 24, max_len=64, max_seqs=5))
     assert served.generate(asked, [greedy(20 - 3 * n) for n in range(5)]) == alone
     assert set(served.runner.graphs) >= {1, 2, 4} and served.scheduler.preemptions > 0
     for part in served.runner.cache.parts:
         assert not part[:, 0].isnan().any()
+
+
+class Corrected:
+    """Another rank whose tokens count, and which chose otherwise now and then."""
+
+    def __init__(self):
+        self.calls = 0
+
+    @torch.inference_mode()
+    def agree(self, tokens):
+        self.calls += 1
+        if self.calls % 3 == 0:
+            tokens.copy_((tokens + 1) % 96)
+
+
+def test_a_replay_goes_on_from_the_tokens_that_ranks_agreed_on(monkeypatch):
+    monkeypatch.setattr("ladder.engine.runner.DecodeGraph.capture", capture)
+    asked, found = prompts((3, 20, 9)), []
+    for prepare in (lambda served: served, replays):
+        served = prepare(engine(TINY, "step04"))
+        served.parallel = Corrected()
+        found.append(served.generate(asked, greedy(12)))
+    assert found[0] == found[1] != engine(TINY, "step04").generate(asked, greedy(12))
 
 
 class GatheredOnTheDevice(backends.Backend):
@@ -327,6 +476,46 @@ def test_uniform_numbers_are_inside_and_spread():
     assert 0 < x.min() and x.max() < 1 and abs(x.mean() - 0.5) < 0.005 and abs(x.var() - 1 / 12) < 0.002
 
 
+def test_noise_is_never_without_bound():
+    """A hash whose upper 24 bits are all set; a number that is rounded to 1 is infinite noise, and a token drawn whatever its logit."""
+    x = uniform(torch.tensor([_mix(113 * 0x9E3779B1 + 3)]), 94002)
+    assert x[0, 94001] == x.max() == 1 - 2.0**-24
+
+
+def test_no_draw_leaves_the_vocabulary_that_counts():
+    """Of 102,400 tokens one has all the probability; these seeds drew others when a hash was rounded to 1."""
+    logits = torch.zeros(1, 102400)
+    logits[0, 7] = 1000.0
+    for seed in (113, 304, 450, 506):
+        for top_p in (0.5, 1.0):
+            assert sample(logits, [SamplingParams(temperature=0.5, top_p=top_p, seed=seed)], [3]) == 7, seed
+
+
+def test_all_tokens_are_all_tokens_in_any_company():
+    """The first token's probability rounds to 1, and this seed draws the second: also beside a request with a smaller top_p."""
+    logits = torch.tensor([[17.4, 0.0]])
+    lonely, mate = SamplingParams(temperature=1.0, seed=29679190), SamplingParams(temperature=1.0, top_p=0.9)
+    assert sample(logits, [lonely], [0]).tolist() == [1]
+    assert sample(logits.expand(2, -1), [lonely, mate], [0, 0]).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("temperature", (1e-40, 1e-7, 1.0))
+def test_the_smallest_top_p_keeps_the_best_token(temperature):
+    logits = torch.tensor([[0.0, 5.0, 1.0]])
+    draws = sample(logits.expand(50, -1), [SamplingParams(temperature=temperature, top_p=1e-46, seed=n) for n in range(50)], [0] * 50)
+    assert draws.tolist() == [1] * 50
+
+
+@pytest.mark.parametrize("stop", (7, "ab", (1.5,), (True,)))
+def test_stop_is_token_ids(stop):
+    with pytest.raises(TypeError, match="sampling: stop is"):
+        SamplingParams(stop=stop)
+
+
+def test_stop_may_be_any_collection():
+    assert SamplingParams(stop=[3, 4]).stop == SamplingParams(stop=iter((3, 4))).stop == (3, 4)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     (({"temperature": -1.0}, "temperature is -1.0"), ({"top_p": 0.0}, "top_p is 0.0"), ({"max_tokens": 0}, "max_tokens is 0"),
@@ -357,6 +546,8 @@ class Heavy(Spec):
         (dict(kv_tokens=1 << 45), "GiB for the KV pool"),
         (dict(max_len=4096), "max_len is 4096; want at most 256, the context"),
         (dict(chunk_tokens=0), "chunk_tokens is 0"),
+        (dict(kv_tokens=0), "kv_tokens is 0; want an integer of at least 1"),
+        (dict(max_len=0), "max_len is 0; want an integer of at least 1"),
         (dict(windows=object()), "range windows arrive with step08"),
     ),
 )
@@ -388,6 +579,10 @@ def test_requests_are_refused_by_name():
     for prompt, params, message in (
         ([], greedy(1), "prompt is empty"),
         ([1, 256], greedy(1), "token 256; want 0 .. 255"),
+        ([1, -1], greedy(1), "token -1; want 0 .. 255"),
+        ([1, float("nan")], greedy(1), "holds nan; want token ids"),
+        ([1.5], greedy(1), "holds 1.5; want token ids"),
+        ("ab", greedy(1), "holds 'a'; want token ids"),
         ([1] * 60, greedy(5), "60 prompt tokens and 5 to generate are 65; want at most 64"),
     ):
         with pytest.raises(ValueError, match=message):

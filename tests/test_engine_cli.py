@@ -202,3 +202,104 @@ def test_transformers_peer_runs():
     assert row["measured_steps"] == 3 and row["itl_ms"] > 0 and row["impl"].startswith("transformers")
     with pytest.raises(RuntimeError, match="transformers has no tiny-moe"):
         bench.transformers_peer(TINY, input_len=2, output_len=2, concurrency=1)
+
+
+def test_a_memory_table_takes_several_backends_and_keeps_what_fits(weights, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "out.json"
+    shape = ("bench", "--checkpoint", weights, "--device", "cpu", "--input-len", 8, "--output-len", 4, "--memory-table", "--json", file)
+    assert run(*shape, "--backend", "step04_gqa,sdpa", "--fractions", 0.4, 0.5) == 0
+    rows = results.load(file)["rows"]
+    assert [(r["impl"], r["case"]["mem_fraction"]) for r in rows] == [(b, f) for b in ("step04_gqa", "sdpa") for f in (0.4, 0.5)]
+    assert {r["limited_by"] for r in rows} == {"max_seqs"}
+    file.unlink()
+    assert run(*shape, "--backend", "sdpa", "--fractions", 0.5, 1e-9) == 2  # the second holds no model
+    doc = results.load(file)
+    assert doc["partial"] is True and [r["case"]["mem_fraction"] for r in doc["rows"]] == [0.5]
+    real = bench.memory_table
+
+    def table(*arguments, fractions, **options):
+        if fractions == [0.5]:
+            raise bench.Interrupted([])
+        return real(*arguments, fractions=fractions, **options)
+
+    monkeypatch.setattr(bench, "memory_table", table)
+    assert run(*shape, "--backend", "sdpa", "--fractions", 0.4, 0.5) == 130
+    assert [r["case"]["mem_fraction"] for r in results.load(file)["rows"]] == [0.4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        (("--fit", "--page-size", "0"), "--page-size: 0; want at least 1"),
+        (("--chunk-tokens", "0"), "--chunk-tokens: 0; want at least 1"),
+        (("--memory-table", "--fractions", "0.9", "1.5"), "--fractions: 1.5; want above 0, at most 1"),
+        (("--memory-table", "--fractions", "nan"), "--fractions: nan; want above 0"),
+    ),
+)
+def test_sizes_that_are_none_are_refused_before_anything_is_measured(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        run("bench", *arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("prompt", (("--prompt", ""), ("--prompt-ids", "1,999"), ("--prompt-ids", "-1")))
+def test_a_prompt_that_is_none_is_refused_before_loading(prompt, weights, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "Engine", None)
+    assert run("generate", "--checkpoint", weights, "--device", "cpu", "--backend", "sdpa", *prompt) == 2
+    assert "engine: prompt" in capsys.readouterr().err
+
+
+def test_interrupted_while_loading(weights, monkeypatch, capsys):
+    def load(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "Engine", load)
+    assert run("generate", "--checkpoint", weights, "--device", "cpu", "--prompt", "x") == 130
+    assert "interrupted before there was an answer" in capsys.readouterr().err
+
+
+def test_interrupted_quality_keeps_the_policies_that_are_done(weights, tmp_path, monkeypatch, capsys):
+    file, calls = tmp_path / "out.json", []
+
+    def bits(*_):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return 1.0
+
+    monkeypatch.setattr("ladder.engine.quality.bits_per_byte", bits)
+    assert run("quality", "--checkpoint", weights, "--device", "cpu", "--context", 64, "--sequences", 1, "--json", file) == 130
+    doc = results.load(file)
+    assert doc["partial"] is True and [r["case"]["policy"] for r in doc["rows"]] == ["exact"]
+
+
+def test_a_stream_shows_what_it_held_back(capsys):
+    """An answer that ends within a character: the same text as when several answers are shown at their end."""
+    half = "é".encode()[0]
+    for show, tokens in ((cli.Streams(["x"], cli.Bytes()), [97, half]), (cli.Streams(["x"], Words()), [0, 1])):
+        capsys.readouterr()
+        for token in tokens:
+            show.event(cli_event(token), ())
+        show.close()
+        assert capsys.readouterr().out == "a\ufffd\n"
+
+
+class Words:
+    """A tokenizer whose second token is half a character."""
+
+    def decode(self, ids):
+        return "".join(("a", "\ufffd")[n] for n in ids)
+
+
+def cli_event(token):
+    from ladder.engine.engine import Event
+
+    return Event(0, token, None)
+
+
+def test_backends_have_the_names_of_rungs():
+    for name in ("step04", "4", "04", "step04_gqa", "step08_dflash2", "8", "sdpa"):
+        cli.backends.make(name, "cpu")
+    for name in ("step04_gqa,sdpa", "step08_nonsense", "step09_x", "step00", "9", ""):
+        with pytest.raises(ValueError, match="backend is .*; want one of sdpa"):
+            cli.backends.make(name, "cpu")

@@ -169,6 +169,16 @@ def test_a_partial_row_does_not_replace_a_whole_one(doc, tmp_path):
     assert [row["impl"] for row in rows] == ["other"] and len(kept) == 3 and all("commit" in row for row in kept)
 
 
+def test_a_whole_row_stays_where_its_case_is_measured_again_in_part(doc, tmp_path):
+    """One implementation of a case is measured anew, another's run was cut short: of the second the old row stays."""
+    entry = doc["rows"][0]
+    old = [{**entry, "impl": impl} for impl in ("a", "b", "c")]
+    results.write({**doc, "rows": old}, tmp_path / "old")
+    rows = [{**entry, "impl": "a"}, {**entry, "impl": "b", "partial": True}]
+    kept = results.kept_rows(tmp_path / "old", rows, doc["machine"])
+    assert [row["impl"] for row in rows] == ["a"] and [row["impl"] for row in kept] == ["b"] and "commit" in kept[0]
+
+
 def test_a_device_is_written_to_and_not_replaced(doc):
     results.write(doc, "/dev/null")
     assert not Path("/dev/null").is_file()

@@ -284,6 +284,7 @@ def test_command_in_words_and_json(batches, tmp_path, capsys):
     ([], "want --module PACKAGE:CALLABLE, --ncu-csv FILE, or both"), (["--module", "a:b", "--steps", "0"], "--steps: 0; want at least 1"),
     (["--module", "a:b", "--attention", "("], "no regular expression"), (["--module", "a:b", "--target-ms", "-1"], "positive number"),
     (["--ncu-csv", "/no/such/file"], "no file /no/such/file"), (["--module", "a:b", "--json", "/no/such/x.json"], "no folder /no/such"),
+    (["--module", "a:b", "--json", "/"], "/ is a folder; want a file"),
 ])  # fmt: skip
 def test_bad_arguments(arguments, message, capsys):
     with pytest.raises(SystemExit) as caught:

@@ -15,7 +15,7 @@ import torch
 from ladder.lab import results
 
 from . import backends, bench, parallel
-from .engine import Engine
+from .engine import Engine, check_prompt
 from .models import NAMES, Bytes, find
 from .sampling import SamplingParams
 
@@ -102,9 +102,12 @@ def parse_args(argv=None):
     if args.command == "bench":
         if args.with_transformers and parallel.ranks() > 1:
             parser.error("argument --with-transformers: measures one rank; start it without torchrun")
-        for option in ("input_len", "output_len", "concurrency", "repeats"):
+        for option in ("input_len", "output_len", "concurrency", "repeats", "chunk_tokens", "page_size"):
             if getattr(args, option) < 1:
                 parser.error(f"argument --{option.replace('_', '-')}: {getattr(args, option)}; want at least 1")
+        for fraction in args.fractions:
+            if not 0 < fraction <= 1:
+                parser.error(f"argument --fractions: {fraction}; want above 0, at most 1")
         if args.requests < 0:
             parser.error(f"argument --requests: {args.requests}; want at least 0")
         if args.with_transformers and args.model == "tiny-moe":
@@ -190,6 +193,7 @@ def run_generate(args):
             prompts = [[int(part) for part in text.split(",")] for text in args.prompt_ids]
         except ValueError:
             raise ValueError(f"--prompt-ids is {args.prompt_ids}; want integers with commas between them") from None
+    prompts = [check_prompt(prompt, spec.config.vocab) for prompt in prompts]
     windows = None
     if args.window:
         from ladder.step08_dflash2 import RangeWindows
@@ -201,9 +205,13 @@ def run_generate(args):
     need = max(len(p) for p in prompts) + args.max_tokens
     if need > spec.config.context:
         raise ValueError(f"prompt and --max-tokens are {need} tokens; want at most {spec.config.context}, the context of {spec.name}")
-    with Progress(f"loading {spec.name}") as progress:
-        engine = Engine(spec, args.backend, max_len=need, max_seqs=len(prompts), windows=windows, progress=progress.numbers(spec.parameters),
-                        **engine_options(args))  # fmt: skip
+    try:
+        with Progress(f"loading {spec.name}") as progress:
+            engine = Engine(spec, args.backend, max_len=need, max_seqs=len(prompts), windows=windows, progress=progress.numbers(spec.parameters),
+                            **engine_options(args))  # fmt: skip
+    except KeyboardInterrupt:
+        log("interrupted before there was an answer")
+        return 130
     began, tokens, interrupted = time.perf_counter(), 0, False
     show = Streams(args.prompt or args.prompt_ids, tokenizer)
     try:
@@ -227,7 +235,7 @@ class Streams:
         self.live = len(prompts) == 1 and not self.silent
         self.answers, self.order = {}, []
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.shown = ""
+        self.text = self.shown = ""
         if self.live:
             print(prompts[0], end="" if tokenizer else ":", flush=True)
 
@@ -243,15 +251,20 @@ class Streams:
         elif isinstance(self.tokenizer, Bytes):
             print(self.decoder.decode(bytes([event.token])), end="", flush=True)
         else:
-            text = self.tokenizer.decode(ids)
-            if not text.endswith("\ufffd"):  # a character of several tokens is still under way
-                print(text[len(self.shown) :], end="", flush=True)
-                self.shown = text
+            self.text = self.tokenizer.decode(ids)
+            if not self.text.endswith("\ufffd"):  # a character of several tokens is still under way
+                self.show_rest()
+
+    def show_rest(self):
+        print(self.text[len(self.shown) :], end="", flush=True)
+        self.shown = self.text
 
     def close(self):
         if self.silent:
             return
-        if self.live:
+        if self.live:  # with what was held back for a character that never became whole
+            print(self.decoder.decode(b"", final=True), end="")
+            self.show_rest()
             print()
             return
         for number, prompt in enumerate(self.prompts):
@@ -285,8 +298,10 @@ def run_bench(args):
     try:
         if args.memory_table:
             options.pop("mem_fraction")
-            with Progress("memory fractions") as progress:
-                rows += bench.memory_table(spec, args.backend, requests=args.requests, fractions=args.fractions, progress=progress.share, **shape, **options)
+            for backend in args.backend.split(","):
+                for fraction in args.fractions:  # one by one: where one does not fit, those before it are kept
+                    with Progress(f"{fraction:g} of the memory on {backend}") as progress:
+                        rows += bench.memory_table(spec, backend, requests=args.requests, fractions=[fraction], progress=progress.share, **shape, **options)
         else:
             for backend in args.backend.split(","):
                 with Progress(f"{spec.name} on {backend}") as progress:
@@ -319,6 +334,8 @@ def run_quality(args):
         with Progress("window policies") as progress:
             rows = quality.table(weights=args.checkpoint or tiny_moe.WEIGHTS, context=args.context, sequences=args.sequences,
                                  device=device, dtype=DTYPES.get(args.dtype), progress=progress.share)  # fmt: skip
+    except bench.Interrupted as stop:
+        rows, interrupted = stop.partial, True
     except KeyboardInterrupt:
         interrupted = True
     return finish(rows, args, interrupted)

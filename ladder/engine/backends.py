@@ -269,8 +269,10 @@ def make(name, device, windows=None):
     Raises:
         ValueError: there is no such backend, or it has no range windows and some are asked for.
     """
-    match = re.fullmatch(r"(?:step)?0?(\d)(?:_.*)?", str(name))
+    match = re.fullmatch(r"(?:step)?0?(\d)(_.*)?", str(name))
     number = int(match[1]) if match else None
+    if match and match[2] and (not number or number > 8 or f"step{number:02d}{match[2]}" != rungs.find(number).name):
+        number = None
     if name != "sdpa" and (number is None or f"step{number:02d}" not in NAMES):
         raise ValueError(f"backend is {name!r}; want one of {', '.join(NAMES)}")
     if windows is not None and number != 8:

@@ -141,6 +141,7 @@ def memory_table(spec, backend, *, input_len, output_len, fractions=FRACTIONS, r
                 spec, backend, mem_fraction=fraction, max_len=4 * input_len + output_len, max_seqs=max_seqs, **options
             )
             size = engine.pool.pages_for(input_len + output_len)
+            most = max_seqs * engine.pool.pages_for(4 * input_len + output_len) + 1
             held = (engine.pool.num_pages - 1) // size
             extra = {}
             if requests:
@@ -149,7 +150,7 @@ def memory_table(spec, backend, *, input_len, output_len, fractions=FRACTIONS, r
                 case(spec, input_len=input_len, output_len=output_len, mem_fraction=fraction, dtype=str(engine.dtype).removeprefix("torch."),
                      weights="checkpoint" if spec.source else "random"),
                 engine.backend.name, peak_bytes=peak_bytes(engine),
-                concurrency=held, limited_by="memory" if engine.pool.num_pages == engine.plan.pages else "max_seqs",
+                concurrency=held, limited_by="memory" if engine.pool.num_pages < most else "max_seqs",
                 kv_pool_tokens=engine.pool.tokens, kv_pool_bytes=engine.runner.cache.nbytes, **extra,
             ))  # fmt: skip
             release(engine)
@@ -182,6 +183,7 @@ def _mixed(engine, count, input_len, output_len, progress):
 def release(engine):
     """Give back an engine's memory, captured graphs first."""
     engine.runner.graphs.clear()
+    engine.runner.replayed = None
     engine.runner.cache = engine.runner.context = engine.runner.model = None
     gc.collect()
     if engine.device.type == "cuda":

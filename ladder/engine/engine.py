@@ -1,8 +1,9 @@
 """The engine: requests in, tokens out as they come."""
 
+import operator
 import time
+from collections import deque
 from dataclasses import dataclass
-from itertools import count
 
 import torch
 
@@ -64,7 +65,8 @@ class Engine:
         attention = backends.make(backend, device, windows)
         attention.check(device, dtype)
         sizes = dict(max_seqs=max_seqs, chunk_tokens=chunk_tokens, chunk_keys=chunk_keys, decode_every=decode_every, page_size=page_size)
-        for name, value in {**sizes, "kv_tokens": kv_tokens or 1, "max_len": max_len or 1}.items():
+        sizes |= {name: value for name, value in (("kv_tokens", kv_tokens), ("max_len", max_len)) if value is not None}
+        for name, value in sizes.items():
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"engine: {name} is {value!r}; want an integer of at least 1")
         if not 0 < mem_fraction <= 1:
@@ -124,7 +126,9 @@ class Engine:
         self.scheduler = Scheduler(
             self.pool, max_seqs=max_seqs, chunk_tokens=chunk_tokens, chunk_keys=chunk_keys, decode_every=decode_every
         )
-        self.requests, self._ids, self._cancelled = {}, count(), []
+        self.requests, self._submitted = {}, 0
+        self._events = deque()  # not told yet
+        self._inboxes = {}  # request -> the queue of its stream, which finds there what happens while others run the steps
         # Whether a prefill may follow another before the first one's tokens are read; not where its experts wait for the host.
         self.looks_ahead = device.type == "cuda" and not self.parallel and chunk_tokens * getattr(spec.config, "top_k", 1) <= MOST_ROWS
         self._ahead = None  # what ``_launch`` returned of such a prefill
@@ -147,20 +151,16 @@ class Engine:
             prompt: token ids. params: ``SamplingParams``.
 
         Raises:
-            ValueError: an empty prompt, an id outside the vocabulary, a request longer than a sequence or the pool may be.
+            ValueError: an empty prompt, what is no id of the vocabulary, a request longer than a sequence or the pool may be.
         """
-        prompt, vocab = list(prompt), self.spec.config.vocab
-        if not prompt:
-            raise ValueError("engine: prompt is empty; want at least one token")
-        if not 0 <= min(prompt) <= max(prompt) < vocab:
-            wrong = next(t for t in prompt if not 0 <= t < vocab)
-            raise ValueError(f"engine: prompt holds token {wrong}; want 0 .. {vocab - 1}")
+        prompt = check_prompt(prompt, self.spec.config.vocab)
         if len(prompt) + params.max_tokens > self.max_len:
             raise ValueError(
                 f"engine: {len(prompt)} prompt tokens and {params.max_tokens} to generate are {len(prompt) + params.max_tokens}; "
                 f"want at most {self.max_len}, the longest sequence (KV pool: {self.pool.tokens} tokens)"
             )
-        request = Request(next(self._ids), prompt, params, submitted=time.perf_counter())
+        request = Request(self._submitted, prompt, params, submitted=time.perf_counter())
+        self._submitted += 1
         self.requests[request.id] = request
         self.scheduler.add(request)
         return request.id
@@ -176,18 +176,48 @@ class Engine:
         request = self.requests[number]
         if request.finished is None:
             self.scheduler.finish(request, "cancelled")
-            self._cancelled.append(Event(number, None, "cancelled"))
+            self._tell(Event(number, None, "cancelled"))
+
+    def forget(self, number):
+        """Drop the record of a request that has ended, and return it: who serves for long calls this for every answer that was read.
+
+        Raises:
+            ValueError: there is no request of that number, or it has not ended.
+        """
+        if number not in self.requests:
+            raise ValueError(f"engine: there is no request {number!r}")
+        if self.requests[number].finished is None:
+            raise ValueError(f"engine: request {number} has not ended; want one that has, or cancel it first")
+        return self.requests.pop(number)
 
     @property
     def busy(self):
-        return self.scheduler.busy or bool(self._cancelled)
+        return self.scheduler.busy or bool(self._events)
 
     def step(self):
-        """Run one step; returns its ``Event``s, in batch order. An empty list: only prompts were computed."""
-        events, self._cancelled = self._cancelled, []
+        """Run one step; returns its ``Event``s, in batch order, but for those that a stream will yield. An empty list: only prompts
+        were computed.
+
+        After an exception (no memory for a step, Ctrl-C) the engine goes on: tokens that were lost with it are computed again,
+        and events that it had already come with the next step.
+        """
+        try:
+            self._step()
+        except BaseException:
+            self._ahead = None
+            self.scheduler.rewind()
+            raise
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def _tell(self, event):
+        self._inboxes.get(event.request, self._events).append(event)
+
+    def _step(self):
         launched, self._ahead = self._ahead or self._launch(self.scheduler.next()), None
         if launched is None or not launched[0]:
-            return events
+            return
         requests, greedy, prefill = launched
         if prefill and self.looks_ahead:  # the device goes on while the host reads and plans
             self._ahead = self._launch(self.scheduler.ahead())
@@ -205,8 +235,7 @@ class Engine:
                 reason = "length"
             if reason:
                 self.scheduler.finish(request, reason)
-            events.append(Event(request.id, token, reason))
-        return events
+            self._tell(Event(request.id, token, reason))
 
     def _launch(self, step):
         """Send a step to the device: (requests with a new token, these tokens, whether it was a prefill); None without a step."""
@@ -228,29 +257,67 @@ class Engine:
             greedy = sample(logits, [r.params for r in requests], [r.length for r in requests])
         if self.parallel:
             self.parallel.agree(greedy)
+            if step.decode:
+                self.runner.follow(greedy)
         copied = not step.decode and self.looks_ahead  # on its way before the next step is
         return requests, HostCopy(greedy) if copied else greedy, not step.decode
 
     def stream(self, prompts, params=SamplingParams()):
-        """Submit prompts (lists of token ids; ``params`` one for all or a list) and yield ``Event``s until all have ended."""
-        params = params if isinstance(params, list) else [params] * len(prompts)
-        mine = {self.submit(prompt, p) for prompt, p in zip(prompts, params)}
+        """Submit prompts (lists of token ids; ``params`` one for all or a list) and yield ``Event``s until all have ended.
+
+        Several streams may be read in turns: each runs steps for all, and yields its own requests' events and those of requests
+        that no stream submitted.
+
+        Raises:
+            ValueError: as ``submit``, and nothing stays queued.
+        """
+        prompts = list(prompts)
+        params = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"engine: {len(params)} params for {len(prompts)} prompts; want one for all, or one for each")
+        own, live, inbox = [], set(), deque()
         try:
-            while mine:
-                for event in self.step():
-                    if event.finished:
-                        mine.discard(event.request)
-                    yield event
+            for prompt, p in zip(prompts, params):
+                number = self.submit(prompt, p)
+                own.append(number), live.add(number)
+                self._inboxes[number] = inbox
+            while live:
+                if not inbox and not self._events:
+                    self._events.extend(self.step())
+                    continue
+                event = (inbox or self._events).popleft()  # taken one by one: whoever asks next goes on where this one left
+                if event.finished:
+                    live.discard(event.request)
+                yield event
         finally:
-            for number in mine:  # the caller went away
+            for number in live:  # the caller went away
                 self.cancel(number)
+            for number in own:
+                del self._inboxes[number]
 
     def generate(self, prompts, params=SamplingParams()):
         """The answers (lists of token ids) to prompts, in their order."""
-        first = len(self.requests)
-        for _ in self.stream(prompts, params):
-            pass
-        return [self.requests[first + i].output for i in range(len(prompts))]
+        prompts, first = list(prompts), self._submitted
+        own = range(first, first + len(prompts))
+        others = [event for event in self.stream(prompts, params) if event.request not in own]
+        self._events.extendleft(reversed(others))  # for who submitted them
+        return [self.requests[number].output for number in own]
+
+
+def check_prompt(prompt, vocab):
+    """A prompt as a list of ints; ValueError when it is empty or holds what is no id of a vocabulary of that size."""
+    tokens = []
+    for token in prompt:
+        try:
+            tokens.append(operator.index(token))
+        except TypeError:
+            raise ValueError(f"engine: prompt holds {token!r}; want token ids, integers of 0 .. {vocab - 1}") from None
+    if not tokens:
+        raise ValueError("engine: prompt is empty; want at least one token")
+    if not 0 <= min(tokens) <= max(tokens) < vocab:
+        wrong = next(t for t in tokens if not 0 <= t < vocab)
+        raise ValueError(f"engine: prompt holds token {wrong}; want 0 .. {vocab - 1}")
+    return tokens
 
 
 def _gib(number):

@@ -9,6 +9,7 @@ from ladder.contract import check_integer
 from ladder.lab import results
 
 from . import corpus
+from .bench import Interrupted
 from .context import Context
 from .models import tiny_moe
 
@@ -63,6 +64,7 @@ def table(*, weights=tiny_moe.WEIGHTS, context=None, sequences=16, device="cpu",
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what is wanted. As ``tiny_moe.load``.
+        Interrupted: by Ctrl-C, with the rows of the policies that are done.
     """
     device = torch.device(device)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -81,7 +83,10 @@ def table(*, weights=tiny_moe.WEIGHTS, context=None, sequences=16, device="cpu",
     found = []
     chosen = {n: p for n, p in policies(context).items() if names is None or n in names}
     for number, (name, policy) in enumerate(chosen.items()):
-        bits = bits_per_byte(model, rows, policy)
+        try:
+            bits = bits_per_byte(model, rows, policy)
+        except KeyboardInterrupt:
+            raise Interrupted(found) from None
         visible = 1.0 if policy is None else float(policy.visible(context, context, True).sum()) / (context * (context + 1) / 2)
         found.append(results.row(
             {"mode": "engine", "model": "tiny-moe", "task": "quality", "policy": name, "context": context, "sequences": sequences,

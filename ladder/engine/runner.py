@@ -62,11 +62,12 @@ class Runner:
         self.captures = cuda_graphs and device.type == "cuda" and backend.captures and (absorbed or not spec.latent)
         self.cache = self.context = None
         self.graphs, self.pool = {}, None
+        self.replayed = None  # the graph of the newest decode, None where that was launched kernel by kernel
 
     def allocate(self, num_pages):
         """The cache of so many pages, page 0 included; replaces the one there was."""
         self.graphs.clear()
-        self.pool = None
+        self.pool = self.replayed = None
         self.cache = self.context = None
         self.cache = KVCache(
             self.spec.cache_rows, self.spec.config.num_layers, num_pages, self.page_size, self.dtype, self.device
@@ -119,6 +120,7 @@ class Runner:
     @torch.inference_mode()
     def decode(self, requests):
         """The logits (n, vocab) of one more token for each request, and their largest entries (n,)."""
+        self.replayed = None
         bucket = next((b for b in BUCKETS if b >= len(requests)), None)
         if self.captures and bucket:
             return self._replay(requests, bucket)
@@ -130,7 +132,14 @@ class Runner:
     def _replay(self, requests, bucket):
         if bucket not in self.graphs:
             self.graphs[bucket] = DecodeGraph(self, bucket)
-        return self.graphs[bucket].run(requests)
+        self.replayed = self.graphs[bucket]
+        return self.replayed.run(requests)
+
+    @torch.inference_mode()
+    def follow(self, tokens):
+        """``tokens`` (n,) are those of the newest decode, whatever was largest here: a replay that goes on starts from them."""
+        if self.replayed:
+            self.replayed.state[0, : len(tokens)].copy_(tokens)
 
     def measure(self, chunk_tokens):
         """Bytes of activations that a full prefill step and the sampling of a full batch need on top of weights and cache."""

@@ -28,6 +28,11 @@ class SamplingParams:
             raise ValueError(f"sampling: temperature is {self.temperature}; want 0 for greedy, or a positive number")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"sampling: top_p is {self.top_p}; want above 0, at most 1")
+        try:  # what is wrong here would fail a step of the engine, and everyone in it
+            stop = tuple(self.stop)
+        except TypeError:
+            raise TypeError(f"sampling: stop is {self.stop!r}; want token ids, such as (0,)") from None
+        object.__setattr__(self, "stop", tuple(check_integer("sampling", "stop", token, 0) for token in stop))
 
 
 def sample(logits, params, positions):
@@ -49,6 +54,8 @@ def sample(logits, params, positions):
         top_p = torch.tensor([p.top_p for p in params], **column)[:, None]
         ordered, index = scaled.softmax(dim=-1).sort(dim=-1, descending=True)
         outside = ordered.cumsum(dim=-1) - ordered >= top_p  # the mass before a token already suffices
+        outside &= top_p < 1  # float32's sum may reach 1 early: whoever asked for all tokens has them all, whoever else asked
+        outside[:, 0] = False  # also where top_p is 0 in float32
         scaled = scaled.masked_fill(torch.zeros_like(outside).scatter(1, index, outside), float("-inf"))
     keys = torch.tensor([_mix(p.seed * 0x9E3779B1 + at) for p, at in zip(params, positions)], device=logits.device)
     # Gumbel's trick: the largest of score + noise is a sample of the softmax.
@@ -63,7 +70,7 @@ def uniform(keys, count):
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):  # Wellons' lowbias32; products stay below 2^63
         x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
     x = x ^ (x >> 15)
-    return ((x >> 8).float() + 0.5) / (1 << 24)
+    return ((x >> 9).float() + 0.5) / (1 << 23)  # 24 bits would be rounded, the largest to 1: noise without bound
 
 
 def _mix(x):

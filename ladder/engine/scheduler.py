@@ -156,3 +156,8 @@ class Scheduler:
             self.waiting.remove(request)
         self.pool.release(request.pages)
         request.finished = reason
+
+    def rewind(self):
+        """After a step that failed: what was computed for a token that nobody got is to be computed again."""
+        for request in self.running:
+            request.computed = min(request.computed, request.length - 1)

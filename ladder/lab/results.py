@@ -152,14 +152,16 @@ def kept_rows(path, rows, machine, *, by_impl=False):
         raise ValueError(
             f"{path} was recorded on {[old['machine'].get(k) for k in same]}, this is {[machine.get(k) for k in same]}; want the same"
         )
-    def name(entry):
-        return repr(sorted(entry["case"].items(), key=str)), entry["impl"] if by_impl else None
 
-    whole = {(repr(sorted(e["case"].items(), key=str)), e["impl"]) for e in old["rows"] if not e.get("partial")}
-    rows[:] = [e for e in rows if not e.get("partial") or (repr(sorted(e["case"].items(), key=str)), e["impl"]) not in whole]
-    now = set(map(name, rows))
+    def name(entry, impl=True):
+        return repr(sorted(entry["case"].items(), key=str)), entry["impl"] if impl else None
+
+    whole = {name(e) for e in old["rows"] if not e.get("partial")}
+    better = {name(e) for e in rows if e.get("partial")} & whole
+    rows[:] = [e for e in rows if not e.get("partial") or name(e) not in whole]
+    now = {name(e, by_impl) for e in rows}
     stamp = {k: old[k] for k in ("commit", "recorded", "command")}
-    return [{**stamp, **entry} for entry in old["rows"] if name(entry) not in now]
+    return [{**stamp, **e} for e in old["rows"] if name(e, by_impl) not in now or name(e) in better and not e.get("partial")]
 
 
 def kept_note(path):
