@@ -303,3 +303,18 @@ def test_backends_have_the_names_of_rungs():
     for name in ("step04_gqa,sdpa", "step08_nonsense", "step09_x", "step00", "9", ""):
         with pytest.raises(ValueError, match="backend is .*; want one of sdpa"):
             cli.backends.make(name, "cpu")
+
+
+def test_keep_wants_a_file(capsys):
+    assert run("bench", "--model", "tiny-moe", "--device", "cpu", "--keep") == 2
+    assert "want --json FILE" in capsys.readouterr().err
+
+
+def test_repeats_count_the_preemptions_of_one_run(monkeypatch):
+    """A pool that makes somebody give way, in every run alike."""
+    from ladder.engine import bench
+    from ladder.engine.models import find
+
+    options = dict(concurrency=4, input_len=60, output_len=120, kv_tokens=512, device="cpu")
+    once, thrice = (bench.throughput(find("tiny-moe"), "sdpa", repeats=n, **options) for n in (1, 3))
+    assert once["preemptions"] == thrice["preemptions"] > 0 and thrice["repeats"] == 3

@@ -185,6 +185,9 @@ def find_part(args):
 
 def run_generate(args):
     spec = find_part(args)
+    on_cpu = args.device == "cpu" or not torch.cuda.is_available()
+    if on_cpu and args.model == "tiny-moe" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # products this small: threads wait for one another longer than they work, on a busy machine ten times
     tokenizer = spec.tokenizer() if args.prompt else Bytes() if not spec.latent else None
     if args.prompt:
         prompts = [tokenizer.encode(text) for text in args.prompt]
@@ -286,7 +289,9 @@ def show(row):
 
 
 def run_bench(args):
-    if args.keep and args.json not in (None, "-"):  # a file that cannot be added to is refused before anything is measured
+    if args.keep and args.json in (None, "-"):
+        raise ValueError("--keep keeps the rows of a file; want --json FILE with it")
+    if args.keep:  # a file that cannot be added to is refused before anything is measured
         results.kept_rows(args.json, [], results.machine(args.device or ("cuda" if torch.cuda.is_available() else "cpu")))
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     for name in args.backend.split(","):  # a name or a device that does not fit is refused before another backend is measured

@@ -93,7 +93,7 @@ def throughput(spec, backend, *, input_len, output_len, concurrency, fit=False, 
         if cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        before, began, done = set(engine.requests), time.perf_counter(), 0
+        before, preempted, began, done = set(engine.requests), engine.scheduler.preemptions, time.perf_counter(), 0
         try:
             for event in engine.stream(prompts, params):
                 done += 1
@@ -102,6 +102,8 @@ def throughput(spec, backend, *, input_len, output_len, concurrency, fit=False, 
         except KeyboardInterrupt:
             interrupted = True
         found = summary([r for n, r in engine.requests.items() if n not in before], began)
+        if found:
+            found["preemptions"] = engine.scheduler.preemptions - preempted
         if found and (not interrupted or not runs):  # a run cut short counts when there is no other
             runs.append(found)
         if interrupted:
@@ -116,7 +118,7 @@ def throughput(spec, backend, *, input_len, output_len, concurrency, fit=False, 
         engine.backend.name,
         peak_bytes=peak_bytes(engine),
         mem_fraction=engine.mem_fraction, kv_pool_tokens=engine.pool.tokens, kv_pool_bytes=engine.runner.cache.nbytes,
-        kv_used_tokens=engine.pool.most_used * engine.pool.page_size, preemptions=engine.scheduler.preemptions,
+        kv_used_tokens=engine.pool.most_used * engine.pool.page_size,
         cuda_graphs=engine.runner.captures, chunk_tokens=engine.scheduler.chunk_tokens, **measured,
     )  # fmt: skip
     release(engine)
