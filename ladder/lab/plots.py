@@ -122,11 +122,15 @@ def roofline(limits, points, *, lines=(), reach=None, title="Roofline", note="")
         f"read {rate:.3g} TB/s", (anchor, rate * anchor), xytext=(0, 7), textcoords="offset points", fontsize=9,
         rotation=_slope(axes, figure), rotation_mode="anchor",
     )  # fmt: skip
-    above = 0.0
+    below, place = 0.0, 0
     for label, level in sorted(lines, key=lambda line: line[1]):
         axes.axhline(level, color=GREY, lw=1, ls=":")
-        above = max(level * 1.03, above * 1.4)  # labels of close levels move up
-        axes.text(low * 1.1, above, f"{label} {level:.3g}", fontsize=8.5, color=GREY, va="bottom")
+        place = place + 1 if level < 1.4 * below else 0  # each label on its own line; those of close levels side by side
+        below = level
+        axes.text(
+            low * 1.1 * (high / low) ** (0.2 * place), level, f"{label} {level:.3g}", fontsize=8.5, color=GREY, va="center",
+            bbox=dict(fc="white", ec="none", pad=0.8),
+        )  # fmt: skip
     for _, intensity, speed, number in points:
         if number in (reach or {}):
             end = min(reach[number], high * 0.97)
