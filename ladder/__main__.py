@@ -142,7 +142,7 @@ def main(argv=None):
         if args.plot:
             from .lab import report
 
-            report.climb_figure(doc).savefig(args.plot, dpi=150)
+            results.write_figure(args.plot, report.climb_figure(doc), dpi=150)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -661,6 +661,7 @@ def chosen_cells(only, patterns, dry):
     ]  # fmt: skip
 
 
+@results.names_what_it_cannot_write
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m ladder.bench_v2", description=__doc__.splitlines()[0])
     parser.add_argument("--json", default="bench_v2.json", help="file for the results")

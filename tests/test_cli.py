@@ -195,3 +195,12 @@ def test_keep_adds_to_a_record(known_limits, tmp_path, capsys):
     with pytest.raises(SystemExit):
         cli.main([*base, "--keep"])
     assert "wants --json FILE" in capsys.readouterr().err
+
+
+def test_a_full_disk_costs_no_earlier_file(known_limits, tmp_path, capsys, full_disk):
+    for option, file in (("--json", tmp_path / "climb.json"), ("--plot", tmp_path / "climb.png")):
+        file.write_text("before")
+        with full_disk():
+            assert cli.main([*TINY, "--rungs", "1-2", "--no-peers", option, str(file)]) == 2
+        assert f"cannot write {file}: " in capsys.readouterr().err and file.read_text() == "before"
+    assert len(list(tmp_path.iterdir())) == 2, "nothing partial is left"

@@ -172,3 +172,31 @@ def test_a_partial_row_does_not_replace_a_whole_one(doc, tmp_path):
 def test_a_device_is_written_to_and_not_replaced(doc):
     results.write(doc, "/dev/null")
     assert not Path("/dev/null").is_file()
+
+
+def test_what_cannot_be_written_leaves_what_stood_there(doc, tmp_path, full_disk):
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    figure.subplots().plot([1, 2])
+    writes = {
+        "a.txt": lambda path: results.write_text(path, "x" * 5000),
+        "a.json": lambda path: results.write({**doc, "note": "x" * 5000}, path),
+        "a.png": lambda path: results.write_figure(path, figure),
+        "a.svg": lambda path: results.write_figure(path, figure),
+    }
+    for name, write in writes.items():
+        path = tmp_path / name
+        path.write_text("before")
+        with full_disk(), pytest.raises(results.CannotWrite, match=f"cannot write .*{name}: "):
+            write(path)
+        assert path.read_text() == "before" and sorted(p.name for p in tmp_path.iterdir()) == [name]
+        write(path)
+        assert path.read_bytes()[:4] == {"a.txt": b"xxxx", "a.json": b"{\n \"", "a.png": b"\x89PNG", "a.svg": b"<?xm"}[name]
+        path.unlink()
+
+
+def test_a_link_stays_a_link(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    results.write_text(tmp_path / "link", "ä")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text(encoding="utf-8") == "ä"

@@ -343,20 +343,22 @@ def render(text):
     return re.sub(r"<!-- ([\w-]+) -->\n.*?<!-- /\1 -->", fill, text, flags=re.DOTALL)
 
 
+@results.names_what_it_cannot_write
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m ladder.lab.report", description=__doc__.split("\n\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when README.md is out of date")
     args = parser.parse_args(argv)
     readme = ROOT / "README.md"
-    before = readme.read_text()
+    before = readme.read_text(encoding="utf-8")
     after = render(before)
     if args.check:
         if before != after:
             print("README.md differs from the recorded results; run python -m ladder.lab.report", file=sys.stderr)
         return int(before != after)
-    readme.write_text(after)
-    for name, (source, make) in FIGURES.items():
-        make(results.load(source)).savefig(results.FOLDER / name, dpi=130)
+    figures = {name: make(results.load(source)) for name, (source, make) in FIGURES.items()}
+    results.write_text(readme, after)
+    for name, figure in figures.items():
+        results.write_figure(results.FOLDER / name, figure, dpi=130)
     return 0
 
 

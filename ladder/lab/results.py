@@ -1,6 +1,7 @@
 """Recorded results: every published number is a row in a JSON file that says where, when and how it was measured."""
 
 import datetime
+import functools
 import json
 import math
 import os
@@ -97,21 +98,57 @@ def write(doc, target):
     text = json.dumps(head, indent=1, allow_nan=False)[:-2] + ',\n "rows": [\n  ' + lines + "\n ]\n}\n"
     if str(target) == "-":
         sys.stdout.write(text)
-        return
-    target = Path(target)
-    if target.exists() and not target.is_file():  # a device or a pipe is written to, never replaced
-        try:
-            target.write_text(text)
-        except OSError as error:
-            raise ValueError(f"results: cannot write {target}: {error.strerror}") from error
-        return
-    partial = target.with_name(target.name + ".partial")
+    else:
+        write_text(target, text)
+
+
+class CannotWrite(ValueError):
+    """A file could not be written; the message names it and what stood there before still does."""
+
+
+def write_text(path, text):
+    """Write a text file, whole or not at all; CannotWrite names the file."""
+    _write_whole(path, lambda file: file.write(text.encode()))
+
+
+def write_figure(path, figure, **options):
+    """Save a matplotlib figure in the format of the file's name, whole or not at all; CannotWrite names the file."""
+    _write_whole(path, lambda file: figure.savefig(file, format=Path(path).suffix[1:] or "png", **options))
+
+
+def _write_whole(path, fill):
+    """Have ``fill`` write to a file beside ``path``, which then takes its place."""
+    path = Path(path)
     try:
-        partial.write_text(text)
-        os.replace(partial, target)
+        if path.exists() and (not path.is_file() or str(path.parent) in ("/dev", "/dev/fd")):
+            with open(path, "ab") as file:  # a device or a pipe is written to, never replaced
+                fill(file)
+            return
+        real = Path(os.path.realpath(path))  # a link stays a link
+        partial = real.with_name(real.name + ".partial")
+        try:
+            with open(partial, "wb") as file:
+                fill(file)
+            os.replace(partial, real)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
     except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise ValueError(f"results: cannot write {target}: {error.strerror}") from error
+        raise CannotWrite(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def names_what_it_cannot_write(main):
+    """A command whose ``main`` is decorated ends with exit code 2 and one sentence when a file cannot be written."""
+
+    @functools.wraps(main)
+    def guarded(*args, **options):
+        try:
+            return main(*args, **options)
+        except CannotWrite as error:
+            print(error, file=sys.stderr)
+            return 2
+
+    return guarded
 
 
 def load(name):
@@ -208,7 +245,8 @@ def commit():
 
 
 def _git(root, *args):
-    return subprocess.run(["git", "-C", root, *args], capture_output=True, text=True, check=True).stdout.strip()
+    # without optional locks a question writes no index, which a full disk would leave locked
+    return subprocess.run(["git", "--no-optional-locks", "-C", root, *args], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _command():
