@@ -133,6 +133,8 @@ def main(argv=None):
     kept = results.kept_rows(args.json, rows, machine, by_impl=True) if args.keep else []
     known = [row["case"] for row in kept]
     missing = [problem.label() for problem in left if problem.case() not in known]
+    if args.keep:
+        missing = results.still_not_run(args.json, missing, [problem.label() for problem in chosen if problem not in left])
     partial = {"complete": False, "not_run": missing} if missing else {}
     note = results.kept_note(args.json) if kept else {}
     doc = results.document(rows + kept, device=device, limits=limits, **partial, **note)

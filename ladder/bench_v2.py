@@ -733,8 +733,11 @@ def _measure(bench, todo, limits: Limits, args):
     def save():
         kept = results.kept_rows(args.json, bench.rows, machine) if args.keep and args.json != "-" else []
         rows = bench.rows + kept
+        not_run = [cell.name for cell in left]
+        if args.keep and args.json != "-":
+            not_run = results.still_not_run(args.json, not_run, [cell.name for cell in todo if cell not in left])
         doc = results.document(
-            rows, device=bench.device, limits=limits, complete=not left and stopped is None, not_run=[c.name for c in left],
+            rows, device=bench.device, limits=limits, complete=not not_run and stopped is None, not_run=not_run,
             must_reach=targets(rows, limits), failures=bench.failures, **({"dry": True} if bench.dry else {}),
             **(results.kept_note(args.json) if kept else {}),
         )  # fmt: skip

@@ -200,3 +200,12 @@ def test_a_link_stays_a_link(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "real")
     results.write_text(tmp_path / "link", "ä")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text(encoding="utf-8") == "ä"
+
+
+def test_what_was_not_run_stays_until_it_is(doc, tmp_path):
+    file = tmp_path / "r.json"
+    assert results.still_not_run(file, ["b"], ["a"]) == ["b"]
+    results.write(doc, file)
+    assert results.still_not_run(file, [], ["a"]) == []
+    results.write({**doc, "complete": False, "not_run": ["a", "b", "c"]}, file)
+    assert results.still_not_run(file, ["d", "b"], ["a"]) == ["d", "b", "c"]

@@ -204,6 +204,14 @@ def kept_note(path):
     return {"note": note} if Path(path).is_file() and (note := read(path).get("note")) else {}
 
 
+def still_not_run(path, left, measured):
+    """Names of what a document that keeps the rows of an earlier file lacks: what this run has ``left``, and what the earlier one
+    had, less what is ``measured`` now; only the former where there is no file."""
+    earlier = read(path).get("not_run", []) if Path(path).is_file() else []
+    measured = set(measured)
+    return list(dict.fromkeys([*left, *(name for name in earlier if name not in measured)]))
+
+
 def sources(doc, rows):
     """Commits and commands that ``rows`` of a document come from, as a caption says it: kept rows have their own."""
     found = dict.fromkeys((row.get("commit") or doc["commit"], row.get("command") or doc["command"]) for row in rows)
