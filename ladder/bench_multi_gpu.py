@@ -501,7 +501,7 @@ def kept_rows(old, measured):
     kept = [r for r in old["rows"] if r["case"]["part"] not in measured] if old else []
     if not kept:
         return [], {}
-    source = {k: old[k] for k in ("recorded", "commit", "machine")}
+    source = {k: old[k] for k in ("recorded", "commit", "command", "machine")}
     parts = sorted({r["case"]["part"] for r in kept})
     said = {"note": old["note"]} if "note" in old else {}
     return kept, {"earlier": {part: old.get("earlier", {}).get(part, source) for part in parts}, **said}

@@ -209,3 +209,20 @@ def test_what_was_not_run_stays_until_it_is(doc, tmp_path):
     assert results.still_not_run(file, [], ["a"]) == []
     results.write({**doc, "complete": False, "not_run": ["a", "b", "c"]}, file)
     assert results.still_not_run(file, ["d", "b"], ["a"]) == ["d", "b", "c"]
+
+
+def test_a_kept_row_brings_its_limits_and_a_caption_its_days(doc, tmp_path):
+    file, old = tmp_path / "r", {**doc, "recorded": "2026-11-28T10:00:00+00:00"}
+    old["rows"][1].update(commit="abc", recorded="2026-11-27T10:00:00+00:00", command="first")  # kept before rows had their limits
+    results.write(old, file)
+    first, second = results.kept_rows(file, [doc["rows"][2]], doc["machine"])
+    assert first["limits"] == old["limits"] and first["recorded"] == old["recorded"] and "limits" not in second
+    new = {**doc, "limits": {**doc["limits"], "read_tbs": 9.0}, "recorded": "2026-11-29T10:00:00+00:00", "rows": [doc["rows"][2], first, second]}
+    assert [results.limit(new, row, "read_tbs") for row in new["rows"]] == [9.0, 0.5, 9.0]
+    results.write(new, file)
+    assert results.kept_rows(file, [], doc["machine"])[1]["limits"] == old["limits"], "kept again, it is still its own run's"
+    assert results.caption(new, new["rows"]).endswith(", 2026-11-27 to 2026-11-29") and results.caption(new).endswith(", 2026-11-29")
+    assert results.caption(new, [first]).endswith(", 2026-11-28")
+    assert results.sources(new, [second, second]) == "commit abc, by `first`"
+    full = {**new, "commit": "0123456789abcdef0123+"}
+    assert results.sources(full, full["rows"][:1]).startswith("commit 0123456789ab+, by") and results.sources({**new, "commit": None}, new["rows"][:1]).startswith("no commit")

@@ -102,3 +102,64 @@ def test_a_marker_may_stand_before_its_record(monkeypatch):
     monkeypatch.setitem(report.SECTIONS, "dflash2-table", ("step08_dflash2", report.dflash2_table))
     monkeypatch.setattr(report.results, "load", lambda name: dflash2_doc())
     assert report.render(text).count("|") > 20
+
+
+OTHER_RUN = {"commit": "0123456789ab", "recorded": "2026-11-01T00:00:00+00:00", "command": "an older run"}
+
+
+def test_a_kept_row_is_credited_to_its_own_run_and_its_limits():
+    doc = results.load("ladder")
+    row = results.one(doc, "step05_fused", causal=False, **report.HEADLINE)
+    plain = report.ladder_table(doc)
+    assert "an older run" not in plain and "earlier runs" not in plain
+    row.update(OTHER_RUN, limits={**doc["limits"], "matmul_tflops": 2 * row["tflops"]})
+    table = report.ladder_table(doc)
+    assert re.search(r"\*\*05 Fused.*\| 50% \|", table) and "2026-11-01 to 2026-11-30" in table
+    assert f"commit {doc['commit']}, by `{doc['command']}`" in table and "commit 0123456789ab, by `an older run`" in table
+    assert "earlier runs are of the limits of their own run." in table
+    results.one(doc, "step06_paged", causal=True, **report.HEADLINE).update(OTHER_RUN)
+    assert "where it recorded them, else of the newest run's." in report.ladder_table(doc)
+    del row["limits"]
+    assert "earlier runs are of the limits of the newest run." in report.ladder_table(doc)
+
+
+def test_every_caption_credits_a_kept_row():
+    for name, (source, make) in report.SECTIONS.items():
+        doc = results.load(source)
+        before = make(doc)
+        for row in doc["rows"]:
+            row.update(OTHER_RUN)
+        after = make(doc)
+        assert "an older run" in after and "commit 0123456789ab" in after and "2026-11-01" in after and doc["command"] not in after, name
+        assert before.count("|") == after.count("|"), name
+    doc = results.load("step07_dflash1")
+    for row in doc["rows"]:
+        row.update(OTHER_RUN, limits={**doc["limits"], "read_tbs": doc["limits"]["read_tbs"] / 2})
+    assert "(96%)" in report.decode_table(results.load("step07_dflash1")) and "(192%)" in report.decode_table(doc)
+
+
+def test_a_part_of_several_gpus_that_was_kept_is_credited_to_its_own_run():
+    doc = {**results.load("multi_gpu"), "earlier": {"engine": OTHER_RUN}}
+    table = report.multi_gpu_table(doc)
+    assert "commit 0123456789ab, by `an older run`" in table and doc["commit"] in table and "2026-11-01" in table
+
+
+def test_rungs_stand_in_their_order_whatever_the_order_of_the_rows():
+    doc = results.load("ladder")
+    turned = {**doc, "rows": doc["rows"][::-1]}
+    assert report.ladder_table(turned) == report.ladder_table(doc)
+
+    def shown(doc):
+        speed, memory = report.climb_figure(doc).axes
+        return [text.get_text() for text in speed.get_yticklabels()], [text.get_text() for text in memory.get_legend().get_texts()]
+
+    names, lines = shown(turned)
+    assert (names, lines) == shown(doc) and [name[:2] for name in names[:8]] == [f"0{n}" for n in range(1, 9)]
+    one_length = {**doc, "rows": [row for row in turned["rows"] if row["case"]["Sq"] == 4096]}
+    bars = [text.get_text()[:2] for text in report.climb_figure(one_length).axes[1].get_yticklabels()]
+    assert len(bars) > 1 and bars == sorted(bars)
+
+
+def test_the_figure_says_from_which_days_its_points_are():
+    doc = results.load("ladder")
+    assert report.climb_figure(doc)._supxlabel.get_text().endswith("2026-11-29 to 2026-11-30"), "64k is kept from the day before"

@@ -34,11 +34,19 @@ def title(impl):
     return PEER_TITLES.get(impl, impl)
 
 
+def in_order(rows):
+    """Rows as the ladder has them: its rungs from the first on, then peers, whatever the order of the file."""
+    from ladder.rungs import RUNGS
+
+    names = [*(rung.name for rung in RUNGS), *PEER_TITLES]
+    return sorted(rows, key=lambda row: names.index(row["impl"]) if row["impl"] in names else len(names))
+
+
 def ladder_table(doc):
     """The headline table: one row an implementation, dense and causal, speed, traffic, memory, share of the limit."""
-    dense, causal = (select(doc, causal=c, **HEADLINE) for c in (False, True))
+    dense, causal = (in_order(select(doc, causal=c, **HEADLINE)) for c in (False, True))
     by_impl = {row["impl"]: row for row in causal}
-    limit = doc["limits"]["matmul_tflops"]
+    shown = []
     lines = [
         "| | dense | causal | of the matrix-product limit | moved | peak memory | max error / budget |",
         "|---|--:|--:|--:|--:|--:|--:|",
@@ -48,9 +56,10 @@ def ladder_table(doc):
         if "ms" not in row:
             continue
         name = title(row["impl"])
+        shown += [row] + [other] * ("ms" in other)
         lines.append(
             f"| {'**' + name + '**' if row['impl'].startswith('step') else name} "
-            f"| {_speed(row)} | {_speed(other)} | {row['tflops'] / limit:.0%} "
+            f"| {_speed(row)} | {_speed(other)} | {row['tflops'] / results.limit(doc, row, 'matmul_tflops'):.0%} "
             f"| {_bytes(row.get('bytes_moved'))} | {_bytes(row.get('peak_bytes'))} "
             f"| {row['max_error']:.1e} / {row['budget']:.1e} |"
         )
@@ -58,9 +67,9 @@ def ladder_table(doc):
     limits = doc["limits"]
     lines += [
         "",
-        f"16 heads of 128, 16,384 tokens, bf16; {results.caption(doc)}, torch {doc['machine']['torch']}, Triton "
-        f"{doc['machine']['triton']}, commit {doc['commit']}, by `{doc['command']}`. Limits measured in the same run: "
-        f"{limits['matmul_tflops']:.0f} TFLOP/s matrix product, {limits['read_tbs']:.2f} TB/s read. "
+        f"16 heads of 128, 16,384 tokens, bf16; {results.caption(doc, shown)}, torch {doc['machine']['torch']}, Triton "
+        f"{doc['machine']['triton']}, {results.sources(doc, shown)}. Limits measured in the same run: "
+        f"{limits['matmul_tflops']:.0f} TFLOP/s matrix product, {limits['read_tbs']:.2f} TB/s read.{results.limits_note(doc, shown)} "
         "Moved: bytes that the kernels load and store, counted from the algorithm. "
         f"Peak memory: on top of the inputs.{later}"
         + ("" if doc.get("complete", True) else f" The run was cut short: {len(doc['not_run'])} problems are missing."),
@@ -78,13 +87,13 @@ def _row_of_its_own_record(lines):
         return ""
     [dense, *_], [causal, *_] = found
     moved = rungs.find(LAST_RUNG).bytes_moved(AttentionProblem(**{k: v for k, v in dense["case"].items() if k != "mode"}))
-    limit = doc["limits"]["matmul_tflops"]
+    limit = results.limit(doc, dense, "matmul_tflops")
     at = max(n for n, line in enumerate(lines) if line.startswith("| **")) + 1
     lines.insert(
         at, f"| **{title(LAST_RUNG)}** | {_speed(dense)} | {_speed(causal)} | {dense['tflops'] / limit:.0%} | {_bytes(moved)} | "
         f"| {dense['max_error']:.1e} / {dense['budget']:.1e} |",
     )  # fmt: skip
-    return f" {title(LAST_RUNG)} is from a record of its own, of another day and commit ({doc['commit']}), whose limit was {limit:.0f} TFLOP/s."
+    return f" {title(LAST_RUNG)} is from a record of its own, of another day and commit ({results.origin(doc, dense)['commit']}), whose limit was {limit:.0f} TFLOP/s."
 
 
 def decode_table(doc):
@@ -104,21 +113,22 @@ def decode_table(doc):
     ]
     for (batch, context), found in table.items():
         kv = 2 * batch * context * wanted["Hkv"] * wanted["D"] * 2
-        cells = [f"{found[c]['tbs']:.2f} ({found[c]['tbs'] / read:.0%})" for c in columns]
+        cells = [f"{found[c]['tbs']:.2f} ({found[c]['tbs'] / results.limit(doc, found[c], 'read_tbs'):.0%})" for c in columns]
         lines.append(f"| {batch} x {context // 1024}k | {_bytes(kv)} | " + " | ".join(cells) + " |")
+    shown = [row for found in table.values() for row in found.values()]
     lines += [
         "",
         f"TB/s of K and V read, and the share of the {read:.2f} TB/s that reading reaches here; 32 query and 8 KV heads of 128, "
         f"one new token, bf16, pages of 64 for the rungs, contiguous K and V for the peers, replayed from CUDA graphs. The best "
         "kernels read a per cent or two faster than the reduction that measures the limit; "
-        f"{results.caption(doc)}, commit {doc['commit']}, by `{doc['command']}`.",
+        f"{results.caption(doc, shown)}, {results.sources(doc, shown)}.{results.limits_note(doc, shown)}",
     ]
     return "\n".join(lines)
 
 
 def scheduler_table(doc):
     """What dspark_mini reaches beside DeepSeek's greedy EPLB and a plan without copies."""
-    loads = ("Zipf 1.2", "Zipf 0.8", "R1-like (generated)")
+    loads, shown = ("Zipf 1.2", "Zipf 0.8", "R1-like (generated)"), []
     lines = ["| load | GPUs / slots | no copies | replicate and pack (EPLB) | **dspark_mini** | bound |", "|---|--:|--:|--:|--:|--:|"]
     for load in loads:
         found = {}
@@ -126,19 +136,20 @@ def scheduler_table(doc):
             case = row["case"]
             if row["target_no"] == 1 and case.get("load") == load and row["metric"] == "balancedness, median":
                 found.setdefault((case["gpus"], case["slots"]), {})[row["impl"]] = row["value"]
+                shown.append(row)
         for (gpus, slots), values in found.items():
             if {"none", "replicate_and_pack", "place", "bound"} <= set(values):
                 lines.append(f"| {load} | {gpus} / {slots} | {values['none']:.3f} | {values['replicate_and_pack']:.3f} | {values['place']:.4f} | {values['bound']:.4f} |")
     lines += [
         "",
         "Balancedness: mean GPU load / largest GPU load, median over layers, 256 experts; 1 is perfect; "
-        f"{results.caption(doc)}, commit {doc['commit'][:12]}, by `{doc['command']}`.",
+        f"{results.caption(doc, shown)}, {results.sources(doc, shown)}.",
     ]
     return "\n".join(lines)
 
 
-def _of(doc, *modes):
-    return [row for row in doc["rows"] if row["case"].get("mode") in modes]
+def _timed(doc, *modes):
+    return [row for row in doc["rows"] if row["case"].get("mode") in modes and "ms" in row]
 
 
 def dflash2_table(doc):
@@ -172,11 +183,12 @@ def dflash2_table(doc):
             old = f"{impls['step07_dflash1']['tbs']:.2f}" if "step07_dflash1" in impls else "-"
             name = ours["cell"].removeprefix("decode ").replace("mla_decode", "MLA,")
             lines.append(f"| {name} | {_bytes(ours['tbs'] * ours['ms']['median'] * 1e9)} | {ours['tbs']:.2f} | {peer} | {old} |")
+    prefill, decode = _timed(doc, "prefill"), _timed(doc, "decode", "mla_decode")
     lines += [
         "",
         f"TB/s of live K and V; reading reaches {doc['limits']['read_tbs']:.2f} TB/s here. Pages of 64 for the rungs, contiguous K and V for the "
-        f"peers, CUDA graphs. All implementations of a cell in turn in one run, bf16; {results.caption(doc)}, torch {doc['machine']['torch']}, Triton "
-        f"{doc['machine']['triton']}. Prefill: {results.sources(doc, _of(doc, 'prefill'))}. Decode: {results.sources(doc, _of(doc, 'decode', 'mla_decode'))}."
+        f"peers, CUDA graphs. All implementations of a cell in turn in one run, bf16; {results.caption(doc, prefill + decode)}, torch {doc['machine']['torch']}, Triton "
+        f"{doc['machine']['triton']}. Prefill: {results.sources(doc, prefill)}. Decode: {results.sources(doc, decode)}."
         + ("" if doc.get("complete", True) else f" The run was cut short: {len(doc['not_run'])} cells are missing."),
     ]
     return "\n".join(lines)
@@ -186,14 +198,18 @@ def engine_table(doc):
     """The served model beside transformers, and the article's ratios beside ours: chapter 11's tables."""
     from . import end_to_end  # which takes its titles from here
 
-    return f"{end_to_end.backends_table(doc).data}\n\n{end_to_end.results_table(doc).data}"
+    rows = end_to_end.served_rows(doc)
+    said = f"\n\nBoth tables: {results.sources(doc, rows)}." if rows else ""
+    return f"{end_to_end.backends_table(doc).data}\n\n{end_to_end.results_table(doc).data}{said}"
 
 
 def multi_gpu_table(doc):
     """Two GPUs: tensor parallel serving and the four ways, beside the simulator's predictions, as chapters 10 and 11 show them."""
     from . import multi_gpu
 
-    return f"{multi_gpu.engine_table(doc).data}\n\n{multi_gpu.four_way_table(doc).data}"
+    rows = multi_gpu.rows(doc, "engine") + multi_gpu.rows(doc, "four_way")
+    said = f"\n\nBoth tables: {results.sources(doc, rows)}." if rows else ""
+    return f"{multi_gpu.engine_table(doc).data}\n\n{multi_gpu.four_way_table(doc).data}{said}"
 
 
 def climb_figure(doc):
@@ -209,9 +225,8 @@ def climb_figure(doc):
 
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     speed, memory = figure.subplots(1, 2)
-    _time_bars(speed, doc)
-    _memory_lines(memory, doc)
-    figure.supxlabel(results.caption(doc), fontsize=9, color=TEXT_COLOUR, x=0.995, ha="right")
+    drawn = _time_bars(speed, doc) + _memory_lines(memory, doc)
+    figure.supxlabel(results.caption(doc, drawn), fontsize=9, color=TEXT_COLOUR, x=0.995, ha="right")
     return figure
 
 
@@ -220,10 +235,10 @@ def _time_bars(axes, doc):
     cases = {_key(r["case"]): r["case"] for r in measured}
     if not cases:
         axes.set_title("nothing was timed")
-        return
+        return []
     count = {key: sum(_key(r["case"]) == key for r in measured) for key in cases}
     best = max(cases, key=lambda key: (count[key], cases[key]["Sq"] == 16384, cases[key]["Sq"] * cases[key]["B"]))
-    rows, case = [r for r in measured if _key(r["case"]) == best], cases[best]
+    rows, case = in_order(r for r in measured if _key(r["case"]) == best), cases[best]
     times = [r["ms"]["median"] for r in rows]
     colours = [RUNG_COLOUR if r["impl"].startswith("step") else PEER_COLOUR for r in rows]
     axes.hlines(range(len(rows)), min(times) / 3, times, color=colours, linewidth=1)  # dots: a log axis has no zero
@@ -239,20 +254,21 @@ def _time_bars(axes, doc):
     axes.set_xlabel("time of one call, ms (log scale; shorter is better)")
     axes.set_title(f"{case['Hq']} heads of {case['D']}, {case['Sq']:,} tokens, {mask}, {case['dtype']}", loc="left", fontsize=11)
     _plain(axes)
+    return rows
 
 
 def _memory_lines(axes, doc):
-    """Peak bytes of a dense call on one sequence, by length; where one length was measured, bars."""
-    rungs = [r for r in doc["rows"] if r["impl"].startswith("step") and "peak_bytes" in r]
-    series = {}
+    """Peak bytes of a dense call on one sequence, by length; where one length was measured, bars. Gives the rows it shows."""
+    rungs = in_order(r for r in doc["rows"] if r["impl"].startswith("step") and "peak_bytes" in r)
+    series, shown = {}, {}
     for row in rungs:
         case = row["case"]
         if case["B"] == 1 and not case["causal"] and "input" not in case and case["Hq"] == case["Hkv"] and case["D"] == case["Dv"]:
             series.setdefault(row["impl"], {})[case["Sq"]] = row["peak_bytes"]
+            shown.setdefault(row["impl"], []).append(row)
     series = {impl: dict(sorted(points.items())) for impl, points in series.items() if len(points) >= 3}
     if not series:
-        _memory_bars(axes, rungs)
-        return
+        return _memory_bars(axes, rungs)
     for number, (impls, points) in enumerate(_alike(series)):
         lengths, peaks = list(points), [b / 1e9 for b in points.values()]
         label = title(impls[0]) if len(impls) == 1 else ", ".join(title(i)[:2] for i in impls)
@@ -267,6 +283,7 @@ def _memory_lines(axes, doc):
     axes.set_title("memory: S² for the first rung, S for the others", loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=9)
     _plain(axes)
+    return [row for impl in series for row in shown[impl]]
 
 
 def _alike(series):
@@ -284,7 +301,7 @@ def _alike(series):
 def _memory_bars(axes, rows):
     if not rows:
         axes.set_title("no memory was measured")
-        return
+        return []
     last = _key(rows[-1]["case"]) if all(_key(r["case"]) == _key(rows[-1]["case"]) for r in rows) else _key(rows[0]["case"])
     rows = [r for r in rows if _key(r["case"]) == last]
     axes.barh(range(len(rows)), [max(r["peak_bytes"], 1) / 1e6 for r in rows], color=RUNG_COLOUR, height=0.72)
@@ -293,6 +310,7 @@ def _memory_bars(axes, rows):
     axes.set_xlabel("peak memory on top of the inputs, MB")
     axes.set_title("memory", loc="left", fontsize=11)
     _plain(axes)
+    return rows
 
 
 def _plain(axes):

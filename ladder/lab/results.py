@@ -174,7 +174,7 @@ def read(path):
 
 def kept_rows(path, rows, machine, *, by_impl=False):
     """Rows of an earlier file on the same machine and versions for cases that ``rows`` does not measure again, each with its own
-    commit, date and command; none where there is no file. by_impl: also those of a case that it measures with other implementations.
+    commit, date, command and limits; none where there is no file. by_impl: also those of a case that it measures with other implementations.
 
     A row that says it is partial does not replace a whole one: it is taken out of ``rows``.
 
@@ -196,7 +196,8 @@ def kept_rows(path, rows, machine, *, by_impl=False):
     rows[:] = [e for e in rows if not e.get("partial") or (repr(sorted(e["case"].items(), key=str)), e["impl"]) not in whole]
     now = set(map(name, rows))
     stamp = {k: old[k] for k in ("commit", "recorded", "command")}
-    return [{**stamp, **entry} for entry in old["rows"] if name(entry) not in now]
+    limits = {"limits": old["limits"]} if old["limits"] else {}  # a row kept before has its own, or nobody knows them any more
+    return [{**stamp, **({} if "recorded" in entry else limits), **entry} for entry in old["rows"] if name(entry) not in now]
 
 
 def kept_note(path):
@@ -212,10 +213,38 @@ def still_not_run(path, left, measured):
     return list(dict.fromkeys([*left, *(name for name in earlier if name not in measured)]))
 
 
+def origin(doc, row):
+    """{"recorded", "commit", "command"} of a row: its own, those that the document has for its part, or the document's."""
+    earlier = doc.get("earlier", {}).get(row["case"].get("part"), {})  # of several GPUs, where parts are kept, not rows
+    own = {k: row.get(k) or earlier.get(k) for k in ("recorded", "commit", "command")}
+    if own["recorded"] or own["commit"]:  # a part that was kept without its command does not come from the document's
+        return own
+    return {k: doc[k] for k in own}
+
+
 def sources(doc, rows):
     """Commits and commands that ``rows`` of a document come from, as a caption says it: kept rows have their own."""
-    found = dict.fromkeys((row.get("commit") or doc["commit"], row.get("command") or doc["command"]) for row in rows)
-    return "; ".join(f"commit {commit}, by `{command}`" for commit, command in found)
+    found = dict.fromkeys((o["commit"], o["command"]) for o in (origin(doc, row) for row in rows))
+    return "; ".join(_commit_name(commit) + (f", by `{command}`" if command else "") for commit, command in found)
+
+
+def _commit_name(commit):
+    return f"commit {commit[:12]}{'+' * commit.endswith('+')}" if commit else "no commit"
+
+
+def limit(doc, row, name):
+    """A limit of the run that measured ``row``; of the document's run where a kept row does not say."""
+    return (row.get("limits") or doc["limits"])[name]
+
+
+def limits_note(doc, rows):
+    """A sentence for a caption about whose limits shares of ``rows`` refer to; empty where one run measured all."""
+    earlier = [row for row in rows if origin(doc, row)["recorded"] != doc["recorded"]]
+    known = [row for row in earlier if row.get("limits")]
+    if not earlier:
+        return ""
+    whose = "the limits of their own run" if known else "the limits of the newest run"
+    return f" Shares of rows of earlier runs are of {whose}" + (" where it recorded them, else of the newest run's." if known and len(known) < len(earlier) else ".")
 
 
 def select(doc, impl=None, **case):
@@ -235,9 +264,12 @@ def one(doc, impl, **case):
     return found[0]
 
 
-def caption(doc):
-    """Where the numbers come from, for a caption: "recorded on NVIDIA H200, 2026-11-29"."""
-    return f"recorded on {doc['machine']['gpu'] or doc['machine']['cpu']}, {doc['recorded'][:10]}"
+def caption(doc, rows=None):
+    """Where numbers come from, for a caption: "recorded on NVIDIA H200, 2026-11-29"; of ``rows``, kept ones among them, the first
+    and the last day where they differ."""
+    days = sorted({origin(doc, row)["recorded"][:10] for row in rows or () if origin(doc, row)["recorded"]}) or [doc["recorded"][:10]]
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return f"recorded on {doc['machine']['gpu'] or doc['machine']['cpu']}, {when}"
 
 
 def commit():
