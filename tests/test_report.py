@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -163,3 +165,10 @@ def test_rungs_stand_in_their_order_whatever_the_order_of_the_rows():
 def test_the_figure_says_from_which_days_its_points_are():
     doc = results.load("ladder")
     assert report.climb_figure(doc)._supxlabel.get_text().endswith("2026-11-29 to 2026-11-30"), "64k is kept from the day before"
+
+
+def test_the_tables_need_nothing_that_only_notebooks_need():
+    missing = ["IPython", "ipywidgets", "jupyterlab", "nbformat", "nbclient", "transformers", "pytest", "hypothesis"]
+    code = f"import sys; sys.modules.update(dict.fromkeys({missing})); from ladder.lab import report; sys.exit(report.main(['--check']))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from IPython.display import Markdown
 
 from ladder.engine.kv_pool import PagePool
 from ladder.engine.models import find, tiny_moe
@@ -20,6 +19,7 @@ from ladder.engine.sampling import SamplingParams
 from ladder.engine.scheduler import Request, Scheduler
 
 from . import plots, results
+from .markdown import Markdown
 from .report import title
 
 OURS, V1 = "step08_dflash2", "step07_dflash1"

@@ -4,10 +4,9 @@
 error of a prediction is prediction / measurement - 1.
 """
 
-from IPython.display import Markdown
-
 from . import plots, results
 from .end_to_end import ARTICLE, implementation_title
+from .markdown import Markdown
 
 COMMAND = "python -m ladder.bench_multi_gpu --json notebooks/results/multi_gpu.json"
 WAYS = {"neither": "neither", "kernel": "kernel: step 08", "scheduler": "scheduler: placed", "both": "both"}
