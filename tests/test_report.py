@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -97,13 +98,98 @@ def test_the_table_of_step_08_follows_its_rows():
     assert lines["MLA, 16 heads B64 4k"][2:] == ["-", "-", "-"] and "1 cells are missing" in table
 
 
-def test_a_marker_may_stand_before_its_record(monkeypatch):
-    monkeypatch.setattr(report, "SECTIONS", {name: made for name, made in report.SECTIONS.items() if name not in report.OPTIONAL})
+def test_a_marker_may_stand_before_its_record(monkeypatch, tmp_path):
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
     text = "a\n<!-- dflash2-table -->\n<!-- /dflash2-table -->\nb"
-    assert report.render(text) == "a\n<!-- dflash2-table -->\n*Not recorded yet.*\n<!-- /dflash2-table -->\nb"
-    monkeypatch.setitem(report.SECTIONS, "dflash2-table", ("step08_dflash2", report.dflash2_table))
-    monkeypatch.setattr(report.results, "load", lambda name: dflash2_doc())
-    assert report.render(text).count("|") > 20
+    made = report.render(text)
+    assert made == "a\n<!-- dflash2-table -->\n*Not recorded yet.*\n<!-- /dflash2-table -->\nb" == report.render(made)
+    results.write(dflash2_doc(), tmp_path / "step08_dflash2.json")
+    recorded = report.render(text)
+    assert recorded.count("|") > 20 and report.render(recorded) == recorded
+    (tmp_path / "step08_dflash2.json").unlink()
+    with pytest.raises(ValueError, match="step08_dflash2.json is missing, which <!-- dflash2-table --> of README.md shows"):
+        report.render(recorded)
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A copy of what the report reads and writes."""
+    (tmp_path / "README.md").write_text(README, encoding="utf-8")
+    shutil.copytree(results.FOLDER, tmp_path / "results")
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(results, "FOLDER", tmp_path / "results")
+    return tmp_path
+
+
+@pytest.mark.parametrize("old, new, said", [
+    ("<!-- ladder-table -->", "<!-- laddr-table -->", "<!-- laddr-table --> marks no table; want one of ladder-table, "),
+    ("<!-- ladder-table -->", "<!- ladder-table -->", "<!-- /ladder-table --> closes a table that was not opened"),
+    ("<!-- /ladder-table -->", "<!-- ladder-table -->", "<!-- ladder-table --> is not closed before <!-- ladder-table -->"),
+    ("<!-- /ladder-table -->", "", "<!-- ladder-table --> is not closed before <!-- decode-table -->"),
+    ("<!-- /multi-gpu-table -->", "", "<!-- multi-gpu-table --> is never closed"),
+    ("ladder-table -->", "laddr-table -->", "<!-- laddr-table --> marks no table"),
+    ("decode-table -->", "decode table -->", "README.md has no <!-- decode-table -->"),
+    ("engine-table -->", "engine table -->", "README.md has no <!-- engine-table -->"),
+])  # fmt: skip
+def test_a_wrong_marker_is_an_error(checkout, capsys, old, new, said):
+    assert old in README
+    (checkout / "README.md").write_text(README.replace(old, new), encoding="utf-8")
+    for argv in (["--check"], []):
+        assert report.main(argv) == 2
+        err = capsys.readouterr().err
+        assert said in err and "README.md" in err and err.count("\n") == 1
+    assert (checkout / "README.md").read_text(encoding="utf-8") == README.replace(old, new), "nothing was written"
+
+
+@pytest.mark.parametrize("source", ["ladder", "step07_dflash1", "engine", "multi_gpu"])
+def test_a_record_that_is_missing_or_broken_is_named(checkout, capsys, source):
+    file = checkout / "results" / f"{source}.json"
+    doc = results.read(file)
+    for damage in (lambda: results.write({**doc, "rows": [{**row, "ms": row.get("ms", {"median": 1, "p20": 1, "p80": 1}), "tflops": None, "tbs": None, "itl_ms": "x", "peak_bytes": "x"} for row in doc["rows"]]}, file),
+                   lambda: file.write_text("{"), file.unlink):  # fmt: skip
+        damage()
+        for argv in (["--check"], []):
+            assert report.main(argv) == 2
+            err = capsys.readouterr().err
+            assert f"{source}.json" in err and err.count("\n") == 1 and "recorded yet" not in err
+    assert (checkout / "README.md").read_text(encoding="utf-8") == README
+
+
+def test_a_figure_that_is_missing_damaged_or_of_other_numbers_is_noticed(checkout, capsys):
+    file = checkout / "results" / "ladder.png"
+    assert report.main(["--check"]) == 0, capsys.readouterr().err
+    whole = file.read_bytes()
+    middle = len(whole) // 2
+    flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+    for data, said in ((flipped, "is damaged after"), (whole[:middle], "is damaged after"), (whole + b"x", "is damaged after"), (b"", "is no PNG"), (None, "cannot be read")):
+        file.unlink() if data is None else file.write_bytes(data)
+        assert report.main(["--check"]) == 2
+        err = capsys.readouterr().err
+        assert "ladder.png" in err and said in err and err.count("\n") == 1
+    file.write_bytes(whole)
+    doc = results.load("ladder")
+    doc["rows"][0]["peak_bytes"] += 1
+    results.write(doc, checkout / "results" / "ladder.json")
+    assert report.main(["--check"]) == 1 and "ladder.png differs from the recorded results" in capsys.readouterr().err
+    assert report.main([]) == 0 and report.main(["--check"]) == 0
+    assert report.drawn_from(file) == report.digest(doc)
+
+
+def test_what_the_report_cannot_write_leaves_what_stood_there(checkout, capsys, full_disk):
+    stale = README.replace("TFLOP/s |", "GFLOP/s |", 1)
+    (checkout / "README.md").write_text(stale, encoding="utf-8")
+    with full_disk():
+        assert report.main([]) == 2
+    assert "cannot write" in (err := capsys.readouterr().err) and "README.md" in err
+    assert (checkout / "README.md").read_text(encoding="utf-8") == stale and report.drawn_from(results.FOLDER / "ladder.png")
+
+
+def test_an_installed_package_says_that_it_is_no_checkout(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    for argv in (["--check"], []):
+        assert report.main(argv) == 2
+        err = capsys.readouterr().err
+        assert "README.md is missing" in err and "in a checkout of the repository" in err and err.count("\n") == 1
 
 
 OTHER_RUN = {"commit": "0123456789ab", "recorded": "2026-11-01T00:00:00+00:00", "command": "an older run"}

@@ -1,12 +1,17 @@
 """Recorded results as a README shows them: Markdown tables and the headline figure, made from the JSON files.
 
 ``python -m ladder.lab.report`` rewrites everything between ``<!-- name -->`` and ``<!-- /name -->`` in README.md and the
-figures beside the results; ``--check`` only says whether they are up to date, and exits with 1 when they are not.
+figures beside the results. ``--check`` only says whether they are up to date, and exits with 1 when they are not, and with 2
+when it cannot tell: a marker without its partner, a record or a figure that is missing or damaged. A figure carries the digest of
+the record that it was drawn from; that the drawing code has changed since is not noticed.
 """
 
 import argparse
+import hashlib
+import json
 import re
 import sys
+import zlib
 from pathlib import Path
 
 from ladder import rungs
@@ -339,44 +344,145 @@ SECTIONS = {
     "ladder-table": ("ladder", ladder_table),
     "decode-table": ("step07_dflash1", decode_table),
     "scheduler-table": ("dspark", scheduler_table),
-}
-OPTIONAL = {  # a README may hold these before they are recorded
     "dflash2-table": ("step08_dflash2", dflash2_table),
     "engine-table": ("engine", engine_table),
     "multi-gpu-table": ("multi_gpu", multi_gpu_table),
 }
-SECTIONS.update({name: made for name, made in OPTIONAL.items() if (results.FOLDER / f"{made[0]}.json").exists()})
+OPTIONAL = {"dflash2-table", "engine-table", "multi-gpu-table"}  # a README may hold these before they are recorded
+NOT_RECORDED = "*Not recorded yet.*"
 FIGURES = {"ladder.png": ("ladder", climb_figure)}
+DIGEST = "Drawn from"  # the name of the digest in a figure's metadata
+MARKER = re.compile(r"<!--\s*(/?)([\w-]+)\s*-->")
 
 
 def render(text):
-    """README text with every known section made anew from its recorded file; KeyError names an unknown marker."""
+    """README text with every section made anew from its recorded file.
 
-    def fill(match):
-        if match[1] in OPTIONAL and match[1] not in SECTIONS:
-            return f"<!-- {match[1]} -->\n*Not recorded yet.*\n<!-- /{match[1]} -->"
-        source, make = SECTIONS[match[1]]
-        return f"<!-- {match[1]} -->\n{make(results.load(source))}\n<!-- /{match[1]} -->"
+    Raises:
+        ValueError: a marker is unknown, or has no partner, or a record that is shown is missing; says which.
+    """
+    pieces, end = [], 0
+    for name, start, stop in _sections(text):
+        pieces += [text[end:start], f"\n{_section(name, text[start:stop].strip())}\n"]
+        end = stop
+    return "".join(pieces) + text[end:]
 
-    return re.sub(r"<!-- ([\w-]+) -->\n.*?<!-- /\1 -->", fill, text, flags=re.DOTALL)
+
+def _sections(text):
+    """(name, start, stop) of what stands between each pair of markers."""
+    found, opened = [], None
+    for marker in MARKER.finditer(text):
+        closes, name = marker[1], marker[2]
+        if name not in SECTIONS:
+            raise ValueError(f"README.md: {marker[0]} marks no table; want one of {', '.join(SECTIONS)}")
+        if closes and (opened is None or opened[0] != name):
+            raise ValueError(f"README.md: {marker[0]} closes a table that was not opened; want <!-- {name} --> before it")
+        if not closes and opened:
+            raise ValueError(f"README.md: <!-- {opened[0]} --> is not closed before {marker[0]}; want <!-- /{opened[0]} -->")
+        if closes:
+            found.append((*opened, marker.start()))
+            opened = None
+        elif name in [section[0] for section in found]:
+            raise ValueError(f"README.md: {marker[0]} stands there twice")
+        else:
+            opened = name, marker.end()
+    if opened:
+        raise ValueError(f"README.md: <!-- {opened[0]} --> is never closed; want <!-- /{opened[0]} -->")
+    return found
+
+
+def _section(name, before):
+    """What stands between the markers of a section; ``before`` stood there."""
+    source, make = SECTIONS[name]
+    path = results.FOLDER / f"{source}.json"
+    if not path.exists() and name in OPTIONAL and before in ("", NOT_RECORDED):
+        return NOT_RECORDED
+    return _made(source, make, f"<!-- {name} --> of README.md")
+
+
+def _made(source, make, what):
+    """``make`` of a recorded file; ValueError names the file that is missing or lacks what ``what`` shows."""
+    path = results.FOLDER / f"{source}.json"
+    if not path.exists():
+        raise ValueError(f"{path} is missing, which {what} shows; restore it or record it anew")
+    doc = results.read(path)
+    try:
+        return make(doc)
+    except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
+        raise ValueError(f"{path} lacks something that {what} shows: {type(error).__name__}: {error}") from error
+
+
+def digest(doc):
+    """A fingerprint of a document, which a figure drawn from it carries in its metadata."""
+    return hashlib.sha256(json.dumps(doc, sort_keys=True).encode()).hexdigest()
+
+
+def drawn_from(path):
+    """The digest that a PNG says it was drawn from, None where it says nothing.
+
+    Raises:
+        ValueError: the file is missing, is no PNG, or was damaged; says which.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    if data[:8] != b"\x89PNG\r\n\x1a\n":
+        raise ValueError(f"{path} is no PNG")
+    at, said, kind = 8, None, None
+    while kind != b"IEND":  # chunks: length, kind, content and the checksum of both
+        size, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
+        body, check = data[at + 8 : at + 8 + size], data[at + 8 + size : at + 12 + size]
+        if len(check) < 4 or int.from_bytes(check, "big") != zlib.crc32(kind + body):
+            raise ValueError(f"{path} is damaged after {at:,} of {len(data):,} bytes")
+        if kind == b"tEXt" and body.startswith(DIGEST.encode() + b"\0"):
+            said = body.split(b"\0")[1].decode("latin-1")
+        at += 12 + size
+    if at != len(data):
+        raise ValueError(f"{path} is damaged after {at:,} of {len(data):,} bytes")
+    return said
+
+
+def outdated(before, after):
+    """What differs from the recorded results: README.md, figures. ValueError names a figure that cannot be read."""
+    names = ["README.md"] if before != after else []
+    for name, (source, _) in FIGURES.items():
+        path = results.FOLDER / name
+        said = drawn_from(path)
+        if said != _made(source, digest, str(path)):
+            names.append(str(path))
+    return names
 
 
 @results.names_what_it_cannot_write
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m ladder.lab.report", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when README.md is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when README.md or a figure is out of date")
     args = parser.parse_args(argv)
     readme = ROOT / "README.md"
-    before = readme.read_text(encoding="utf-8")
-    after = render(before)
-    if args.check:
-        if before != after:
-            print("README.md differs from the recorded results; run python -m ladder.lab.report", file=sys.stderr)
-        return int(before != after)
-    figures = {name: make(results.load(source)) for name, (source, make) in FIGURES.items()}
+    if not readme.is_file() or not results.FOLDER.is_dir():
+        lacks = readme if not readme.is_file() else results.FOLDER
+        print(f"{lacks} is missing: the report is made in a checkout of the repository, not in an installed package", file=sys.stderr)
+        return 2
+    try:
+        before = readme.read_text(encoding="utf-8")
+        marked = [name for name, _, _ in _sections(before)]
+        recorded = [name for name, (source, _) in SECTIONS.items() if name not in OPTIONAL or (results.FOLDER / f"{source}.json").exists()]
+        if lost := [name for name in recorded if name not in marked]:
+            raise ValueError(f"README.md has no <!-- {lost[0]} -->, where its table belongs")
+        after = render(before)
+        if args.check:
+            names = outdated(before, after)
+            for name in names:
+                print(f"{name} differs from the recorded results; run python -m ladder.lab.report", file=sys.stderr)
+            return int(bool(names))
+        figures = {name: (_made(source, make, name), _made(source, digest, name)) for name, (source, make) in FIGURES.items()}
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
     results.write_text(readme, after)
-    for name, figure in figures.items():
-        results.write_figure(results.FOLDER / name, figure, dpi=130)
+    for name, (figure, data) in figures.items():
+        results.write_figure(results.FOLDER / name, figure, dpi=130, metadata={DIGEST: data})
     return 0
 
 
