@@ -7,11 +7,12 @@ import argparse
 import json
 import os
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
-from . import baselines
+from . import baselines, files
 from .placement import place
 from .topology import Topology
 from .trace import bundled_trace, generate_trace, read_counts, read_trace
@@ -44,6 +45,15 @@ def _new_file(text):
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"must be a file, got the folder {text!r}")
     return text
+
+
+@contextmanager
+def _writing(option):
+    """Name the argument in the error of a file that cannot be written."""
+    try:
+        yield
+    except files.CannotWrite as error:
+        raise ValueError(f"argument {option}: {error}") from error
 
 
 def main(arguments=None):
@@ -144,7 +154,8 @@ def _table(title, columns, rows, args):
 
 def _plot(figure, path):
     if path:
-        figure.savefig(path)
+        with _writing("--plot"):
+            files.write_figure(path, figure)
         print(f"wrote {path}", file=sys.stderr)
 
 
@@ -163,7 +174,8 @@ def _place(args):
     }
     values = {name: p.balancedness for name, p in rivals.items()} | {"upper bound": plan.bound}
     if args.output:
-        Path(args.output).write_text(json.dumps(plan.to_json()))
+        with _writing("--output"):
+            files.write_text(args.output, json.dumps(plan.to_json()))
     worst = int(values["none (experts in order)"].argmin())
     before = rivals["none (experts in order)"].gpu_load[worst]
     after = plan.gpu_load[worst]
@@ -396,7 +408,8 @@ def _bench(args):
 
     record = bench(args.traces, progress=not args.json)
     if args.record:
-        Path(args.record).write_text(json.dumps(record, indent=1) + "\n")
+        with _writing("--record"):
+            files.write_text(args.record, json.dumps(record, indent=1) + "\n")
     if args.json:
         print(json.dumps(record))
     else:

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .files import write_whole
 from .load import check_load
 
 __all__ = [
@@ -88,13 +89,15 @@ class Trace:
             yield self.counts(begin, begin + size)
 
     def save(self, path):
-        np.savez_compressed(
-            path,
+        """Write a .npz file, which the name gets where it lacks it."""
+        arrays = dict(
             topk_ids=self.topk_ids,
             seq_offsets=self.seq_offsets,
             num_experts=self.num_experts,
             generated=self.generated,
         )
+        path = str(path) if str(path).endswith(".npz") else f"{path}.npz"  # as NumPy names it
+        write_whole(path, lambda file: np.savez_compressed(file, **arrays))
 
 
 def bundled_trace():

@@ -135,6 +135,8 @@ def main(argv=None):
     kept = results.kept_rows(args.json, rows, machine, by_impl=True) if args.keep else []
     known = [row["case"] for row in kept]
     missing = [problem.label() for problem in left if problem.case() not in known]
+    if args.keep:
+        missing = results.still_not_run(args.json, missing, [problem.label() for problem in chosen if problem not in left])
     partial = {"complete": False, "not_run": missing} if missing else {}
     note = results.kept_note(args.json) if kept else {}
     doc = results.document(rows + kept, device=device, limits=limits, **partial, **note)
@@ -144,7 +146,7 @@ def main(argv=None):
         if args.plot:
             from .lab import report
 
-            report.climb_figure(doc).savefig(args.plot, dpi=150)
+            results.write_figure(args.plot, report.climb_figure(doc), dpi=150)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

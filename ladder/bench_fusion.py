@@ -349,6 +349,7 @@ def run_case(bench, case):
         bench.guard(f"{name} {case.label()}", one)
 
 
+@results.names_what_it_cannot_write
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m ladder.bench_fusion", description=__doc__.splitlines()[0])
     parser.add_argument("--json", default="bench_fusion.json", help="file for the results, '-' for standard output")

@@ -388,7 +388,7 @@ def survive(ranks, device, path, seconds):
     kept = ("noticed_s", "resumed_s", "restarted", "copies_fetched", "from_storage", "finished", "jobs", "identical")
     row = {"case": {"mode": "multi_gpu", "part": "survive", "gpus": ranks, "how": "kill", **widths}, "impl": "dspark",
            **{k: report[k] for k in kept}, "ok": report["identical"] and report["finished"] == report["jobs"]}  # fmt: skip
-    Path(path).write_text(json.dumps(row) + "\n")
+    results.write_text(path, json.dumps(row) + "\n")
 
 
 def serve(ranks, device, path, seconds, parts):
@@ -414,6 +414,7 @@ def show(row):
     return f"{' '.join(words)}: " + ", ".join(f"{name} {text(row[name])}" for name in shown if row.get(name) is not None)
 
 
+@results.names_what_it_cannot_write
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m ladder.bench_multi_gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--json", default="multi_gpu.json", metavar="FILE", help="file for the results; --only leaves its other parts")
@@ -500,7 +501,7 @@ def kept_rows(old, measured):
     kept = [r for r in old["rows"] if r["case"]["part"] not in measured] if old else []
     if not kept:
         return [], {}
-    source = {k: old[k] for k in ("recorded", "commit", "machine")}
+    source = {k: old[k] for k in ("recorded", "commit", "command", "machine")}
     parts = sorted({r["case"]["part"] for r in kept})
     said = {"note": old["note"]} if "note" in old else {}
     return kept, {"earlier": {part: old.get("earlier", {}).get(part, source) for part in parts}, **said}

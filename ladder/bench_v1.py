@@ -627,6 +627,7 @@ def warm(share, shares, sweep, traces):
                 run(torch.device("cuda"))
 
 
+@results.names_what_it_cannot_write
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m ladder.bench_v1", description=__doc__.splitlines()[0])
     parser.add_argument("--json", default="bench_v1.json", help="file for the results")

@@ -566,6 +566,9 @@ def targets(rows, limits):
                 }
             )
 
+    def limit(row, name):  # of its own run, for a row that is kept
+        return row["limits"][name] if row.get("limits") else getattr(limits, name)
+
     prefill = by_cell(rows, "prefill")
     ratios = [r for impls in prefill if (r := faster(impls, "fa3")) is not None]
     line("prefill, geometric mean over fa3", geometric_mean(ratios), 1.05)
@@ -575,7 +578,7 @@ def targets(rows, limits):
         ours, case = impls[OURS], impls[OURS]["case"]
         line(f"{ours['cell']}: over fa3", faster(impls, "fa3"), 1.0)
         if case["D"] == 128 and case["Hq"] == case["Hkv"] and not case["causal"] and case["Sq"] >= 16384:
-            line(f"{ours['cell']}: share of the matrix-product limit", ours["tflops"] / limits.matmul_tflops, 0.85)
+            line(f"{ours['cell']}: share of the matrix-product limit", ours["tflops"] / limit(ours, "matmul_tflops"), 0.85)
         if case["causal"] and case["Sq"] == 131072:
             line(f"{ours['cell']}: over step 07", faster(impls, V1), 1.40)
     for impls in by_cell(rows, "decode"):
@@ -583,7 +586,7 @@ def targets(rows, limits):
             continue
         ours, name = impls[OURS], impls[OURS]["cell"]
         if ours["tbs"] * ours["ms"]["median"] >= 1:  # GB
-            line(f"{name}: share of the read limit", ours["tbs"] / limits.read_tbs, 0.95)
+            line(f"{name}: share of the read limit", ours["tbs"] / limit(ours, "read_tbs"), 0.95)
         peers = {p: r for p in impls if not p.startswith("step") and (r := faster(impls, p)) is not None}
         if peers:
             best = min(peers, key=peers.get)
@@ -661,6 +664,7 @@ def chosen_cells(only, patterns, dry):
     ]  # fmt: skip
 
 
+@results.names_what_it_cannot_write
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m ladder.bench_v2", description=__doc__.splitlines()[0])
     parser.add_argument("--json", default="bench_v2.json", help="file for the results")
@@ -732,8 +736,11 @@ def _measure(bench, todo, limits: Limits, args):
     def save():
         kept = results.kept_rows(args.json, bench.rows, machine) if args.keep and args.json != "-" else []
         rows = bench.rows + kept
+        not_run = [cell.name for cell in left]
+        if args.keep and args.json != "-":
+            not_run = results.still_not_run(args.json, not_run, [cell.name for cell in todo if cell not in left])
         doc = results.document(
-            rows, device=bench.device, limits=limits, complete=not left and stopped is None, not_run=[c.name for c in left],
+            rows, device=bench.device, limits=limits, complete=not not_run and stopped is None, not_run=not_run,
             must_reach=targets(rows, limits), failures=bench.failures, **({"dry": True} if bench.dry else {}),
             **(results.kept_note(args.json) if kept else {}),
         )  # fmt: skip

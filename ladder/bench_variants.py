@@ -114,6 +114,7 @@ def warm(share, device):
     torch.cuda.synchronize()
 
 
+@results.names_what_it_cannot_write
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m ladder.bench_variants", description=__doc__.splitlines()[0])
     parser.add_argument("--json", default="bench_variants.json", help="file for the results")

@@ -25,6 +25,8 @@ from pathlib import Path
 
 import torch
 
+from .lab import results
+
 SHARE = 0.30  # of the time in attention: above it a better kernel pays
 LONG_CONTEXT = 8192  # tokens
 BUSY = 0.80  # of the time with a kernel running: "utilisation is high"
@@ -34,6 +36,7 @@ COMMUNICATION = r"nccl|all_?reduce|all_?to_?all|all_?gather|reduce_?scatter|nvsh
 MOE = r"moe|expert|router|mixtureof"
 
 
+@results.names_what_it_cannot_write
 def main(argv=None):
     args = parse_args(argv)
     kernels = read_ncu(args.ncu_csv) if args.ncu_csv else None
@@ -58,7 +61,7 @@ def main(argv=None):
         if args.json == "-":
             print(json.dumps(record, indent=1))
         else:
-            Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
+            results.write_text(args.json, json.dumps(record, indent=1) + "\n")
     return 0
 
 

@@ -1,6 +1,7 @@
 """Tests run anywhere: on the CPU kernels go through Triton's interpreter, on an NVIDIA GPU they are compiled."""
 
 import os
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,24 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # workers that share the cores, n
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
 
 HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """A context in which no file grows beyond a kilobyte, as on a full disk."""
+    resource = pytest.importorskip("resource")
+    monkeypatch.setenv("GIT_OPTIONAL_LOCKS", "0")  # or git, asked for the commit, is killed while it holds the lock of its index
+
+    @contextmanager
+    def limited():
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return limited
 
 
 def pytest_collection_modifyitems(config, items):

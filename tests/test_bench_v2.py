@@ -347,3 +347,21 @@ def test_fa3_is_given_the_same_window(fa3):
         parity = WindowOracle(q, k, v, [(0, None, 0, window)]).check(bench_v2._fa3_window(q, k, v, window)())
         assert parity.ok, parity.reason
     assert not WindowOracle(q, k, v, [(0, None, 0, 6)]).check(bench_v2._fa3_window(q, k, v, 5)()).ok
+
+
+def test_keep_does_not_forget_that_a_run_was_cut_short(tmp_path):
+    path = tmp_path / "r.json"
+    rehearse(path, "--cells", "memory")
+    lost = ["prefill d64 dense 1k MHA", "prefill d64 causal 1k MHA"]
+    results.write({**results.load(path), "complete": False, "not_run": lost}, path)
+    _, doc = rehearse(path, "--cells", "d64 causal 4k MHA", "--cells", "d64 dense 1k MHA", "--keep")
+    assert doc["complete"] is False and doc["not_run"] == lost[1:] and {row["case"]["mode"] for row in doc["rows"]} == {"prefill", "memory"}
+    _, doc = rehearse(path, "--cells", lost[1], "--keep")
+    assert doc["complete"] is True and doc["not_run"] == []
+
+
+def test_a_kept_row_is_held_against_the_limits_of_its_own_run():
+    row = {"case": {"mode": "decode"}, "cell": "decode B64 16k", "impl": OURS, "ms": {"median": 1.0}, "tbs": 3.9}
+    def share(row):
+        return next(t["value"] for t in targets([row], LIMITS) if "read limit" in t["what"])
+    assert share(row) == 0.975 and share({**row, "limits": {"read_tbs": 7.8}}) == 0.5

@@ -195,3 +195,27 @@ def test_keep_adds_to_a_record(known_limits, tmp_path, capsys):
     with pytest.raises(SystemExit):
         cli.main([*base, "--keep"])
     assert "wants --json FILE" in capsys.readouterr().err
+
+
+def test_a_full_disk_costs_no_earlier_file(known_limits, tmp_path, capsys, full_disk):
+    for option, file in (("--json", tmp_path / "climb.json"), ("--plot", tmp_path / "climb.png")):
+        file.write_text("before")
+        with full_disk():
+            assert cli.main([*TINY, "--rungs", "1-2", "--no-peers", option, str(file)]) == 2
+        assert f"cannot write {file}: " in capsys.readouterr().err and file.read_text() == "before"
+    assert len(list(tmp_path.iterdir())) == 2, "nothing partial is left"
+
+
+def test_keep_does_not_forget_that_a_run_was_cut_short(known_limits, tmp_path):
+    file, base = tmp_path / "climb.json", ["--shape", "plain", "--no-peers", "--rungs", "1", "--json", str(tmp_path / "climb.json")]
+    assert cli.main([*base, "--seqlen", "24", *TINY[4:]]) == 0
+    lost = [AttentionProblem(Hq=16, Hkv=16, Sq=n, Sk=n, D=128, Dv=128, causal=True, dtype="float16") for n in (40, 56)]
+    lost = [p.label() for p in lost]
+    results.write({**results.load(file), "complete": False, "not_run": lost}, file)
+    assert cli.main([*base, "--keep", "--seqlen", "32", *TINY[4:]]) == 0
+    doc = results.load(file)
+    assert doc["complete"] is False and doc["not_run"] == lost and len(doc["rows"]) == 2
+    assert cli.main([*base, "--keep", "--seqlen", "40", *TINY[4:]]) == 0
+    assert results.load(file)["not_run"] == lost[1:], "what is measured now is missing no more"
+    assert cli.main([*base, "--keep", "--seqlen", "56", *TINY[4:]]) == 0
+    assert results.load(file).get("complete", True) and len(results.load(file)["rows"]) == 4

@@ -287,3 +287,12 @@ def test_an_installed_triton_is_used_again(monkeypatch, tmp_path):
     (tmp_path / "triton-3.6.0" / "triton-3.6.0.dist-info").mkdir(parents=True)
     monkeypatch.setattr(compile_matrix.subprocess, "run", lambda *a, **k: pytest.fail("pip was called"))
     assert compile_matrix.install("3.6.0", tmp_path) == tmp_path / "triton-3.6.0"
+
+
+def test_a_full_disk_costs_no_earlier_matrix(tmp_path, monkeypatch, capsys, full_disk):
+    file = tmp_path / "matrix.json"
+    file.write_text("before")
+    monkeypatch.setattr(compile_matrix, "compile_in_subprocess", lambda *args, **options: [{"rung": "", "case": "x" * 2000, "target": "sm_90", "problem": "none"}])
+    with full_disk():
+        assert compile_matrix.main(["--targets", "sm_90", "--json", str(file)]) == 2
+    assert f"cannot write {file}: " in capsys.readouterr().err and file.read_text() == "before"

@@ -182,3 +182,57 @@ def test_a_whole_row_stays_where_its_case_is_measured_again_in_part(doc, tmp_pat
 def test_a_device_is_written_to_and_not_replaced(doc):
     results.write(doc, "/dev/null")
     assert not Path("/dev/null").is_file()
+
+
+def test_what_cannot_be_written_leaves_what_stood_there(doc, tmp_path, full_disk):
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    figure.subplots().plot([1, 2])
+    writes = {
+        "a.txt": lambda path: results.write_text(path, "x" * 5000),
+        "a.json": lambda path: results.write({**doc, "note": "x" * 5000}, path),
+        "a.png": lambda path: results.write_figure(path, figure),
+        "a.svg": lambda path: results.write_figure(path, figure),
+    }
+    for name, write in writes.items():
+        path = tmp_path / name
+        path.write_text("before")
+        with full_disk(), pytest.raises(results.CannotWrite, match=f"cannot write .*{name}: "):
+            write(path)
+        assert path.read_text() == "before" and sorted(p.name for p in tmp_path.iterdir()) == [name]
+        write(path)
+        assert path.read_bytes()[:4] == {"a.txt": b"xxxx", "a.json": b"{\n \"", "a.png": b"\x89PNG", "a.svg": b"<?xm"}[name]
+        path.unlink()
+
+
+def test_a_link_stays_a_link(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    results.write_text(tmp_path / "link", "ä")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text(encoding="utf-8") == "ä"
+
+
+def test_what_was_not_run_stays_until_it_is(doc, tmp_path):
+    file = tmp_path / "r.json"
+    assert results.still_not_run(file, ["b"], ["a"]) == ["b"]
+    results.write(doc, file)
+    assert results.still_not_run(file, [], ["a"]) == []
+    results.write({**doc, "complete": False, "not_run": ["a", "b", "c"]}, file)
+    assert results.still_not_run(file, ["d", "b"], ["a"]) == ["d", "b", "c"]
+
+
+def test_a_kept_row_brings_its_limits_and_a_caption_its_days(doc, tmp_path):
+    file, old = tmp_path / "r", {**doc, "recorded": "2026-11-28T10:00:00+00:00"}
+    old["rows"][1].update(commit="abc", recorded="2026-11-27T10:00:00+00:00", command="first")  # kept before rows had their limits
+    results.write(old, file)
+    first, second = results.kept_rows(file, [doc["rows"][2]], doc["machine"])
+    assert first["limits"] == old["limits"] and first["recorded"] == old["recorded"] and "limits" not in second
+    new = {**doc, "limits": {**doc["limits"], "read_tbs": 9.0}, "recorded": "2026-11-29T10:00:00+00:00", "rows": [doc["rows"][2], first, second]}
+    assert [results.limit(new, row, "read_tbs") for row in new["rows"]] == [9.0, 0.5, 9.0]
+    results.write(new, file)
+    assert results.kept_rows(file, [], doc["machine"])[1]["limits"] == old["limits"], "kept again, it is still its own run's"
+    assert results.caption(new, new["rows"]).endswith(", 2026-11-27 to 2026-11-29") and results.caption(new).endswith(", 2026-11-29")
+    assert results.caption(new, [first]).endswith(", 2026-11-28")
+    assert results.sources(new, [second, second]) == "commit abc, by `first`"
+    full = {**new, "commit": "0123456789abcdef0123+"}
+    assert results.sources(full, full["rows"][:1]).startswith("commit 0123456789ab+, by") and results.sources({**new, "commit": None}, new["rows"][:1]).startswith("no commit")

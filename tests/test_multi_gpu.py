@@ -169,3 +169,13 @@ def test_the_record_in_the_repository_is_whole():
         pytest.skip("not recorded yet")
     assert all(r["ok"] for r in doc["rows"] if "ok" in r)
     assert "2 ranks" in multi_gpu.layer_table().data
+
+
+def test_a_full_disk_costs_no_earlier_record(tmp_path, monkeypatch, capsys, full_disk):
+    file = tmp_path / "r.json"
+    results.write(results.document([], device="cpu"), file)
+    before, row = file.read_text(), {"case": {"mode": "multi_gpu", "part": "survive", "gpus": 2}, "impl": "x" * 900, "ok": True}
+    monkeypatch.setattr(bench, "survive", lambda ranks, device, path, seconds: results.write_text(path, json.dumps(row)))
+    with full_disk():
+        assert bench.main(["--device", "cpu", "--json", str(file), "--only", "survive"]) == 2
+    assert f"cannot write {file}: " in capsys.readouterr().err and file.read_text() == before

@@ -303,3 +303,13 @@ def test_as_a_program(batches, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Attention takes 0%" in done.stdout and "First look at scheduling" in done.stdout
+
+
+def test_a_full_disk_costs_no_earlier_file(tmp_path, monkeypatch, capsys, full_disk):
+    file = tmp_path / "out.json"
+    file.write_text("before")
+    monkeypatch.setattr(profile, "load_step", lambda name: None)
+    monkeypatch.setattr(profile, "measure", lambda step, **options: found(context_because="x" * 2000))
+    with full_disk():
+        assert profile.main(["--module", "a:b", "--json", str(file)]) == 2
+    assert f"cannot write {file}: " in capsys.readouterr().err and file.read_text() == "before"

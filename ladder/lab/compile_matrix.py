@@ -29,6 +29,7 @@ from pathlib import Path
 
 from ladder import rungs
 
+from . import results
 from .compile import SHARED_MEMORY_LIMIT, capability, compile_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,6 +150,7 @@ def install(version, cache):
     return folder
 
 
+@results.names_what_it_cannot_write
 def main(argv=None):
     parser = argparse.ArgumentParser(
         prog="python -m ladder.lab.compile_matrix",
@@ -208,7 +210,7 @@ def main(argv=None):
                 failures += [row] if row["problem"] else []
                 print(_line(row), flush=True)
     if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
+        results.write_text(options.json, json.dumps(rows, indent=1) + "\n")
     known = [row for row in rows if row.get("known")]
     print(f"\n{len(rows)} kernels, {len(failures)} that must not ship" + f", {len(known)} that spill and ship" * bool(known))
     for row in known:

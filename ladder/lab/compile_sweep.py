@@ -9,6 +9,7 @@ import argparse
 import importlib
 import itertools
 import json
+import sys
 from unittest import mock
 
 import torch
@@ -77,6 +78,7 @@ def describe(config, compiled, head_dim, head_dim_v, dtype):
     )  # fmt: skip
 
 
+@results.names_what_it_cannot_write
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -98,4 +100,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from IPython.display import Markdown
 
 from ladder.engine.kv_pool import PagePool
 from ladder.engine.models import find, tiny_moe
@@ -20,6 +19,7 @@ from ladder.engine.sampling import SamplingParams
 from ladder.engine.scheduler import Request, Scheduler
 
 from . import plots, results
+from .markdown import Markdown
 from .report import title
 
 OURS, V1 = "step08_dflash2", "step07_dflash1"
@@ -232,7 +232,7 @@ def memory_recorded(doc=None):
             f"| {e['case']['mem_fraction']:.2f} | {implementation_title(e['impl'])} | {e['kv_pool_tokens']:,} | **{e['concurrency']:,}**{by} | {e.get('mixed_requests', '-')} "
             f"| {e.get('preemptions', '-')} | {e.get('out_of_memory', '-')} |"
         )
-    lines.append(f"\n*{results.caption(doc)}.*")
+    lines.append(f"\n*{results.caption(doc, rows)}.*")
     return Markdown("\n".join(lines))
 
 
@@ -343,6 +343,12 @@ def served(doc, impl, **changes):
     return {**rows[-1], "peak_bytes": min(peaks, default=None)} if rows else None
 
 
+def served_rows(doc, **changes):
+    """``served`` of every backend that was recorded on one workload."""
+    names = dict.fromkeys(e["impl"] for e in _whole(results.select(doc, **{**SERVED, **changes}))) if doc else {}
+    return [served(doc, name, **changes) for name in names]
+
+
 def _whole(rows):
     return [e for e in rows if "ttft_ms" in e and not e.get("partial")]
 
@@ -373,7 +379,7 @@ def results_table(doc=None):
     lines = ["| | the article: 2 x A100, SGLang | here: one GPU, `ladder.engine`, steps 07 and 08 |", "|:--|--:|--:|"]
     for name, (what, unit, first, second) in ARTICLE.items():
         lines.append(f"| {what} | {_pair(first, second, unit)} | {_pair(_ours(old, name), _ours(new, name), unit)} |")
-    source = results.caption(doc) if doc else f"recorded by `{RECORDS['engine']}` on a GPU"
+    source = results.caption(doc, [e for e in (old, new) if e]) if doc else f"recorded by `{RECORDS['engine']}` on a GPU"
     lines.append(f"\n*8 requests, 4,096 tokens in, 512 out, DeepSeek-V2-Lite in bf16; better in brackets. Ours with random weights, {source}.*")
     return Markdown("\n".join(lines))
 
@@ -382,8 +388,7 @@ def backends_table(doc=None, **changes):
     """Every backend that was recorded on one workload, slowest token first, as a Markdown table."""
     doc = doc or record("engine")
     case = {**SERVED, **changes}
-    names = dict.fromkeys(e["impl"] for e in _whole(results.select(doc, **case))) if doc else {}
-    rows = [served(doc, name, **changes) for name in names]
+    rows = served_rows(doc, **changes)
     if not rows:
         return missing("engine", ", ".join(f"{k} {v}" for k, v in case.items()))
     lines = ["| backend | TTFT, ms | ITL, ms | ITL p99, ms | tokens/s | peak memory |", "|:--|--:|--:|--:|--:|--:|"]
@@ -392,7 +397,7 @@ def backends_table(doc=None, **changes):
         bold = "**" if e["impl"] == OURS else ""
         values = " | ".join(_short(e[n]) if n in e else "-" for n in ("ttft_ms", "itl_ms", "itl_p99_ms", "tok_s"))
         lines.append(f"| {bold}{implementation_title(e['impl'])}{bold} | {values} | {peak} |")
-    lines.append(f"\n*{results.caption(doc)}; random weights.{' ' + doc['note'] if 'note' in doc else ''}*")
+    lines.append(f"\n*{results.caption(doc, rows)}; random weights.{' ' + doc['note'] if 'note' in doc else ''}*")
     return Markdown("\n".join(lines))
 
 
@@ -406,7 +411,7 @@ def long_table(doc=None, least=32768):
     for e in sorted(rows, key=lambda e: (e["case"]["input_len"], e["case"]["concurrency"], e["impl"])):
         c, peak = e["case"], plots.size(e["peak_bytes"]) if e.get("peak_bytes") else "-"
         lines.append(f"| {c['input_len']:,}, {c['output_len']}, {c['concurrency']} | {implementation_title(e['impl'])} | {e.get('chunk_tokens', c['input_len']):,} | {_short(e['ttft_ms'])} | {peak} |")
-    lines.append(f"\n*{results.caption(doc)}; random weights.*")
+    lines.append(f"\n*{results.caption(doc, rows)}; random weights.*")
     return Markdown("\n".join(lines))
 
 
@@ -425,7 +430,7 @@ def dense_table(doc=None):
     if len(lines) == 2 or not dense:
         return missing("engine", "the dense control, `--model mla-dense --input-len 512`")
     notes = " ".join(e["note"] for e in dense if "note" in e)
-    lines.append(f"\n*{results.caption(doc)}; random weights. The dense model is V2-Lite with every layer's experts replaced by one feed-forward block.{' ' + notes if notes else ''}*")
+    lines.append(f"\n*{results.caption(doc, dense)}; random weights. The dense model is V2-Lite with every layer's experts replaced by one feed-forward block.{' ' + notes if notes else ''}*")
     return Markdown("\n".join(lines))
 
 

@@ -4,10 +4,9 @@
 error of a prediction is prediction / measurement - 1.
 """
 
-from IPython.display import Markdown
-
 from . import plots, results
 from .end_to_end import ARTICLE, implementation_title
+from .markdown import Markdown
 
 COMMAND = "python -m ladder.bench_multi_gpu --json notebooks/results/multi_gpu.json"
 WAYS = {"neither": "neither", "kernel": "kernel: step 08", "scheduler": "scheduler: placed", "both": "both"}
@@ -32,12 +31,12 @@ def missing(part, doc=None):
     return Markdown(f"*Not recorded yet: part {part}{why}. `{COMMAND}` on a machine with two GPUs records it; the cells around this one do not need it.*")
 
 
-def note(doc, text, attention=False):
-    """The line under a table: what it shows, and where it was recorded; with ``attention``, what the record says of its kernels."""
+def note(doc, text, shown, attention=False):
+    """The line under a table: what it shows, and where the rows ``shown`` were recorded; with ``attention``, what the record says of its kernels."""
     doc = doc or record()
     gpus = max(r["case"]["gpus"] for r in doc["rows"])
     more = f" {doc['note']}" if attention and "note" in doc else ""
-    return f"\n*{text} {gpus} ranks; {results.caption(doc)}.{more}*"
+    return f"\n*{text} {gpus} ranks; {results.caption(doc, shown)}.{more}*"
 
 
 def pair(measured, predicted, digits=3):
@@ -66,7 +65,7 @@ def layer_table(doc=None):
             f"| {1e3 * r['step_s']:.3g} | {1e3 * r['planning_s']:.3g} |"
         )
     c = found[0]["case"]
-    lines.append(note(doc, f"{c['layers']} layers of 64 experts, top 6, at V2-Lite's widths on GPUs. Planning is the exchange of counts over the host and the plan itself; exchange includes it, and waiting for the other rank; both are those of the slowest rank. Routing is generated."))
+    lines.append(note(doc, f"{c['layers']} layers of 64 experts, top 6, at V2-Lite's widths on GPUs. Planning is the exchange of counts over the host and the plan itself; exchange includes it, and waiting for the other rank; both are those of the slowest rank. Routing is generated.", found))
     return Markdown("\n".join(lines))
 
 
@@ -86,7 +85,7 @@ def moves_table(doc=None):
             f"| {kind}, {r['case']['routing']} | {r['copies']} | {plots.size(max(r['bytes_received']))} | {1e3 * r['seconds']:.3g} | {r['gb_s']:.0f} "
             f"| {1e3 * r['predicted_s']:.3g} | {before:.3f} to {after:.3f} |"
         )
-    lines.append(note(doc, "Weights of experts in 16 bits, layer by layer while nobody is served; the prediction is the data sheet's rate of one direction."))
+    lines.append(note(doc, "Weights of experts in 16 bits, layer by layer while nobody is served; the prediction is the data sheet's rate of one direction.", link + moved))
     return Markdown("\n".join(lines))
 
 
@@ -99,7 +98,7 @@ def loss_table(doc=None):
     for r in found:
         noticed = max(r["noticed_s"].values())
         lines.append(f"| {noticed:.3f} | {r['resumed_s']:.3f} | {r['copies_fetched']}, {r['from_storage']} | {r['restarted']} | {r['finished']} of {r['jobs']} | {'yes' if r['identical'] else '**no**'} |")
-    lines.append(note(doc, "One of the ranks is killed in the middle of a step; the control runs over gloo, rows over NCCL on GPUs."))
+    lines.append(note(doc, "One of the ranks is killed in the middle of a step; the control runs over gloo, rows over NCCL on GPUs.", found))
     return Markdown("\n".join(lines))
 
 
@@ -111,7 +110,7 @@ def parity_table(doc=None):
     lines = ["| backend | experts | distance of the logits | same greedy tokens | |", "|:--|:--|--:|--:|:--|"]
     for r in found:
         lines.append(f"| {implementation_title(r['impl'])} | {r['case']['experts']} | {r['error']:.1e} | {100 * r['same_tokens']:.0f} % | {'within budget' if r['ok'] else '**too far**'} |")
-    lines.append(note(doc, f"{found[0]['case']['layers']} layers, random weights; distance is the norm of the difference over the norm. In 16 bits sums in another order choose another expert now and then. Same tokens: of 3 prompts, 4 each.", True))
+    lines.append(note(doc, f"{found[0]['case']['layers']} layers, random weights; distance is the norm of the difference over the norm. In 16 bits sums in another order choose another expert now and then. Same tokens: of 3 prompts, 4 each.", found, True))
     return Markdown("\n".join(lines))
 
 
@@ -130,7 +129,7 @@ def engine_table(doc=None):
         lines.append(
             f"| {what}, {unit} | {first:,.0f} to {second:,.0f} ({better(first, second):.2f} x) | {ours[0]:,.4g} to {ours[1]:,.4g} ({better(*ours):.2f} x) | {predicted} |"
         )
-    lines.append(note(doc, "8 requests, 4,096 tokens in, 512 out, DeepSeek-V2-Lite in 16 bits, tensor parallel, random weights; better in brackets. The simulator knows attention, experts and exchange, and no launches, norms or output matrix. Prompts in steps of 8,192 tokens.", True))
+    lines.append(note(doc, "8 requests, 4,096 tokens in, 512 out, DeepSeek-V2-Lite in 16 bits, tensor parallel, random weights; better in brackets. The simulator knows attention, experts and exchange, and no launches, norms or output matrix. Prompts in steps of 8,192 tokens.", [old, new], True))
     return Markdown("\n".join(lines))
 
 
@@ -152,5 +151,5 @@ def four_way_table(doc=None):
         product = [gains["kernel"][n] * gains["scheduler"][n] for n in (0, 1)]
         lines.append(f"| {skew} | *product of the two* | | {pair(*product)} | | | |")
     c = found[0]["case"]
-    lines.append(note(doc, f"{c['concurrency']} requests, {c['input_len']:,} tokens in, {c['output_len']} out, DeepSeek-V2-Lite in 16 bits, whole experts on each rank, random weights with biased routers. The simulator's kernel is faster attention alone, at the recorded speed of one GPU; the engine's step 08 also fuses what surrounds it.", True))
+    lines.append(note(doc, f"{c['concurrency']} requests, {c['input_len']:,} tokens in, {c['output_len']} out, DeepSeek-V2-Lite in 16 bits, whole experts on each rank, random weights with biased routers. The simulator's kernel is faster attention alone, at the recorded speed of one GPU; the engine's step 08 also fuses what surrounds it.", found, True))
     return Markdown("\n".join(lines))

@@ -1,6 +1,7 @@
 """Recorded results: every published number is a row in a JSON file that says where, when and how it was measured."""
 
 import datetime
+import functools
 import json
 import math
 import os
@@ -97,21 +98,57 @@ def write(doc, target):
     text = json.dumps(head, indent=1, allow_nan=False)[:-2] + ',\n "rows": [\n  ' + lines + "\n ]\n}\n"
     if str(target) == "-":
         sys.stdout.write(text)
-        return
-    target = Path(target)
-    if target.exists() and not target.is_file():  # a device or a pipe is written to, never replaced
-        try:
-            target.write_text(text)
-        except OSError as error:
-            raise ValueError(f"results: cannot write {target}: {error.strerror}") from error
-        return
-    partial = target.with_name(target.name + ".partial")
+    else:
+        write_text(target, text)
+
+
+class CannotWrite(ValueError):
+    """A file could not be written; the message names it and what stood there before still does."""
+
+
+def write_text(path, text):
+    """Write a text file, whole or not at all; CannotWrite names the file."""
+    _write_whole(path, lambda file: file.write(text.encode()))
+
+
+def write_figure(path, figure, **options):
+    """Save a matplotlib figure in the format of the file's name, whole or not at all; CannotWrite names the file."""
+    _write_whole(path, lambda file: figure.savefig(file, format=Path(path).suffix[1:] or "png", **options))
+
+
+def _write_whole(path, fill):
+    """Have ``fill`` write to a file beside ``path``, which then takes its place."""
+    path = Path(path)
     try:
-        partial.write_text(text)
-        os.replace(partial, target)
+        if path.exists() and (not path.is_file() or str(path.parent) in ("/dev", "/dev/fd")):
+            with open(path, "ab") as file:  # a device or a pipe is written to, never replaced
+                fill(file)
+            return
+        real = Path(os.path.realpath(path))  # a link stays a link
+        partial = real.with_name(real.name + ".partial")
+        try:
+            with open(partial, "wb") as file:
+                fill(file)
+            os.replace(partial, real)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
     except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise ValueError(f"results: cannot write {target}: {error.strerror}") from error
+        raise CannotWrite(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def names_what_it_cannot_write(main):
+    """A command whose ``main`` is decorated ends with exit code 2 and one sentence when a file cannot be written."""
+
+    @functools.wraps(main)
+    def guarded(*args, **options):
+        try:
+            return main(*args, **options)
+        except CannotWrite as error:
+            print(error, file=sys.stderr)
+            return 2
+
+    return guarded
 
 
 def load(name):
@@ -137,7 +174,7 @@ def read(path):
 
 def kept_rows(path, rows, machine, *, by_impl=False):
     """Rows of an earlier file on the same machine and versions for cases that ``rows`` does not measure again, each with its own
-    commit, date and command; none where there is no file. by_impl: also those of a case that it measures with other implementations.
+    commit, date, command and limits; none where there is no file. by_impl: also those of a case that it measures with other implementations.
 
     A row that says it is partial does not replace a whole one: it is taken out of ``rows``.
 
@@ -161,7 +198,11 @@ def kept_rows(path, rows, machine, *, by_impl=False):
     rows[:] = [e for e in rows if not e.get("partial") or name(e) not in whole]
     now = {name(e, by_impl) for e in rows}
     stamp = {k: old[k] for k in ("commit", "recorded", "command")}
-    return [{**stamp, **e} for e in old["rows"] if name(e, by_impl) not in now or name(e) in better and not e.get("partial")]
+    limits = {"limits": old["limits"]} if old["limits"] else {}  # a row kept before has its own, or nobody knows them any more
+    return [
+        {**stamp, **({} if "recorded" in e else limits), **e} for e in old["rows"]
+        if name(e, by_impl) not in now or name(e) in better and not e.get("partial")
+    ]  # fmt: skip
 
 
 def kept_note(path):
@@ -169,10 +210,46 @@ def kept_note(path):
     return {"note": note} if Path(path).is_file() and (note := read(path).get("note")) else {}
 
 
+def still_not_run(path, left, measured):
+    """Names of what a document that keeps the rows of an earlier file lacks: what this run has ``left``, and what the earlier one
+    had, less what is ``measured`` now; only the former where there is no file."""
+    earlier = read(path).get("not_run", []) if Path(path).is_file() else []
+    measured = set(measured)
+    return list(dict.fromkeys([*left, *(name for name in earlier if name not in measured)]))
+
+
+def origin(doc, row):
+    """{"recorded", "commit", "command"} of a row: its own, those that the document has for its part, or the document's."""
+    earlier = doc.get("earlier", {}).get(row["case"].get("part"), {})  # of several GPUs, where parts are kept, not rows
+    own = {k: row.get(k) or earlier.get(k) for k in ("recorded", "commit", "command")}
+    if own["recorded"] or own["commit"]:  # a part that was kept without its command does not come from the document's
+        return own
+    return {k: doc[k] for k in own}
+
+
 def sources(doc, rows):
     """Commits and commands that ``rows`` of a document come from, as a caption says it: kept rows have their own."""
-    found = dict.fromkeys((row.get("commit") or doc["commit"], row.get("command") or doc["command"]) for row in rows)
-    return "; ".join(f"commit {commit}, by `{command}`" for commit, command in found)
+    found = dict.fromkeys((o["commit"], o["command"]) for o in (origin(doc, row) for row in rows))
+    return "; ".join(_commit_name(commit) + (f", by `{command}`" if command else "") for commit, command in found)
+
+
+def _commit_name(commit):
+    return f"commit {commit[:12]}{'+' * commit.endswith('+')}" if commit else "no commit"
+
+
+def limit(doc, row, name):
+    """A limit of the run that measured ``row``; of the document's run where a kept row does not say."""
+    return (row.get("limits") or doc["limits"])[name]
+
+
+def limits_note(doc, rows):
+    """A sentence for a caption about whose limits shares of ``rows`` refer to; empty where one run measured all."""
+    earlier = [row for row in rows if origin(doc, row)["recorded"] != doc["recorded"]]
+    known = [row for row in earlier if row.get("limits")]
+    if not earlier:
+        return ""
+    whose = "the limits of their own run" if known else "the limits of the newest run"
+    return f" Shares of rows of earlier runs are of {whose}" + (" where it recorded them, else of the newest run's." if known and len(known) < len(earlier) else ".")
 
 
 def select(doc, impl=None, **case):
@@ -192,9 +269,12 @@ def one(doc, impl, **case):
     return found[0]
 
 
-def caption(doc):
-    """Where the numbers come from, for a caption: "recorded on NVIDIA H200, 2026-11-29"."""
-    return f"recorded on {doc['machine']['gpu'] or doc['machine']['cpu']}, {doc['recorded'][:10]}"
+def caption(doc, rows=None):
+    """Where numbers come from, for a caption: "recorded on NVIDIA H200, 2026-11-29"; of ``rows``, kept ones among them, the first
+    and the last day where they differ."""
+    days = sorted({origin(doc, row)["recorded"][:10] for row in rows or () if origin(doc, row)["recorded"]}) or [doc["recorded"][:10]]
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return f"recorded on {doc['machine']['gpu'] or doc['machine']['cpu']}, {when}"
 
 
 def commit():
@@ -210,7 +290,8 @@ def commit():
 
 
 def _git(root, *args):
-    return subprocess.run(["git", "-C", root, *args], capture_output=True, text=True, check=True).stdout.strip()
+    # without optional locks a question writes no index, which a full disk would leave locked
+    return subprocess.run(["git", "--no-optional-locks", "-C", root, *args], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _command():

@@ -17,7 +17,7 @@ from dspark_mini import (
 from dspark_mini.__main__ import main
 from dspark_mini.placement import shrink
 from dspark_mini.topology import Link
-from dspark_mini.trace import read_counts
+from dspark_mini.trace import generate_trace, read_counts
 
 # Every message names the argument, says what came, and what is wanted.
 P = place(np.ones(16), num_gpus=4, num_slots=20)
@@ -128,3 +128,23 @@ def test_ranks_beside_torchrun_and_an_interrupt(monkeypatch, capsys):
     monkeypatch.delenv("RANK")
     monkeypatch.setitem(cli.COMMANDS, "run", stopped)
     assert main(["run"]) == 130 and "run: interrupted" in capsys.readouterr().err
+
+
+def test_a_full_disk_costs_no_earlier_file(tmp_path, monkeypatch, capsys, full_disk):
+    from dspark_mini import bench
+
+    counts = tmp_path / "counts.json"
+    counts.write_text(str(np.arange(1, 257).reshape(4, 64).tolist()))
+    monkeypatch.setattr(bench, "bench", lambda *args, **options: {"rows": [], "note": "x" * 5000})
+    commands = {"--output": f"place {counts}", "--plot": f"place {counts}", "--record": "bench"}
+    for option, command in commands.items():
+        file = tmp_path / "out.png"
+        file.write_text("before")
+        with full_disk(), pytest.raises(SystemExit) as stopped:
+            main([*command.split(), option, str(file)])
+        assert stopped.value.code == 2 and f"argument {option}: cannot write {file}: " in capsys.readouterr().err
+        assert file.read_text() == "before" and len(list(tmp_path.iterdir())) == 2, "nothing partial is left"
+    trace = generate_trace(num_layers=2, num_tokens=512, num_experts=64, top_k=4, seed=0)
+    with full_disk(), pytest.raises(ValueError, match="cannot write .*t.npz"):
+        trace.save(tmp_path / "t")
+    assert not list(tmp_path.glob("t*"))
