@@ -217,7 +217,8 @@ class DFlash2AttentionBlock(_Block):
                 q, k_cache, v_cache, batch.block_table, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, **options
             )
         else:
-            q = q.view(len(batch.seq_lens), self._q_len(batch, x.shape[0]), self.num_heads, self.head_dim)
+            q_len = self._q_len(batch, x.shape[0])
+            q = q.view(len(batch.seq_lens), q_len, self.num_heads, self.head_dim)
             attended = dflash2_decode(q, k_cache, v_cache, batch.block_table, batch.seq_lens, workspace=workspace, **options)
         return self._finish(attended.reshape(len(x), self.num_heads * self.head_dim), residual, workspace)
 
@@ -293,7 +294,8 @@ class DFlash2MLABlock(_Block):
         if decode:
             from .decode import dflash2_mla_decode
 
-            q = q.view(len(batch.seq_lens), self._q_len(batch, tokens), self.num_heads, self.rank + self.rope)
+            q_len = self._q_len(batch, tokens)
+            q = q.view(len(batch.seq_lens), q_len, self.num_heads, self.rank + self.rope)
             latent = dflash2_mla_decode(
                 q, latent_cache, batch.block_table, batch.seq_lens, head_dim_v=self.rank, workspace=workspace, **options
             ).reshape(tokens, self.num_heads, self.rank)
