@@ -132,7 +132,11 @@ def main(argv=None):
         if listens:
             signal.signal(signal.SIGTERM, before)
 
-    kept = results.kept_rows(args.json, rows, machine, by_impl=True) if args.keep else []
+    try:
+        kept = results.kept_rows(args.json, rows, machine, by_impl=True) if args.keep else []
+    except ValueError as error:  # the file has changed since it was looked at: what was measured is not lost with it
+        args.json, args.keep, kept = str(Path(args.json).with_suffix(".new.json")), False, []
+        print(f"{error}; this run alone goes to {args.json}", file=sys.stderr)
     known = [row["case"] for row in kept]
     missing = [problem.label() for problem in left if problem.case() not in known]
     if args.keep:

@@ -219,3 +219,18 @@ def test_keep_does_not_forget_that_a_run_was_cut_short(known_limits, tmp_path):
     assert results.load(file)["not_run"] == lost[1:], "what is measured now is missing no more"
     assert cli.main([*base, "--keep", "--seqlen", "56", *TINY[4:]]) == 0
     assert results.load(file).get("complete", True) and len(results.load(file)["rows"]) == 4
+
+
+def test_a_record_that_breaks_during_a_run_does_not_take_it_along(known_limits, monkeypatch, tmp_path, capsys):
+    file, real = tmp_path / "climb.json", climb.climb
+    run = [*TINY[:2], "--no-peers", "--seqlen", "24", *TINY[4:], "--rungs", "1", "--json", str(file)]
+    assert cli.main(run) == 0
+
+    def breaks(*args, **kwargs):
+        file.write_text("{}")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(climb, "climb", breaks)
+    assert cli.main([*run, "--keep"]) == 0
+    assert file.read_text() == "{}" and len(results.load(tmp_path / "climb.new.json")["rows"]) == 1
+    assert "this run alone goes to" in capsys.readouterr().err
