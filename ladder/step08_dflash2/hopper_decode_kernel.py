@@ -136,14 +136,6 @@ def dflash2_decode_tell(work_smem, work_full, work_free, turn, t, seq, split, sp
 
 
 @gluon.jit
-def dflash2_decode_touch(pages_ptr, stride_pages, seq, batch, capacity, PAGE: gl.constexpr):
-    """Ask for the block table's row of a sequence before the lengths say which part is wanted: of 32 pages a line, a lane each."""
-    page = 32 * gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    row = pages_ptr + gl.minimum(seq, batch - 1).to(gl.int64) * stride_pages
-    gl.load(row + page, mask=page < capacity // PAGE, other=0, volatile=True)  # volatile: or the compiler would see that nobody reads it
-
-
-@gluon.jit
 def dflash2_decode_pages(pages_ptr, tile, length, PAGE: gl.constexpr):
     """The pages of a tile, one a lane, or its only one; none behind the length is looked up."""
     if PAGE >= KEYS:

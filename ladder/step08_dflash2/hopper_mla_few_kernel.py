@@ -21,7 +21,6 @@ from .hopper_decode_kernel import (
     dflash2_decode_pages,
     dflash2_decode_tell,
     dflash2_decode_tiles,
-    dflash2_decode_touch,
 )
 from .hopper_kernel import (
     FREE,
@@ -60,6 +59,14 @@ def dflash2_mla_few_copy(k_desc, k_smem, k_full, slot, pages, tile, piece, PAGE:
 
 
 @gluon.jit
+def dflash2_mla_few_touch(pages_ptr, stride_pages, seq, batch, capacity, PAGE: gl.constexpr):
+    """Ask for the block table's row of a sequence before the lengths say which part is wanted: of 32 pages a line, a lane each."""
+    page = 32 * gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    row = pages_ptr + gl.minimum(seq, batch - 1).to(gl.int64) * stride_pages
+    gl.load(row + page, mask=page < capacity // PAGE, other=0, volatile=True)  # volatile: or the compiler would see that nobody reads it
+
+
+@gluon.jit
 def dflash2_mla_few_produce(
     q_desc, k_desc, q_smem, k_smem, q_full, k_full, work_smem, work_full, work_free, pages_ptr, seq_lens_ptr, counter_ptr,
     stride_pages, batch, row_tiles, capacity, num_splits, target, most, min_tiles,
@@ -67,7 +74,7 @@ def dflash2_mla_few_produce(
 ):  # fmt: skip
     """Draw works, tell the consumers of them, and bring their Q and keys; the keys of a work come while the last is computed."""
     anchor = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    dflash2_decode_touch(pages_ptr, stride_pages, gl.program_id(0) // row_tiles, batch, capacity, PAGE)
+    dflash2_mla_few_touch(pages_ptr, stride_pages, gl.program_id(0) // row_tiles, batch, capacity, PAGE)
     chunk, slots, each = dflash2_decode_cut(seq_lens_ptr, batch, capacity, target, most, min_tiles, num_splits, FOUND, BLOCK_B)
     num_work = slots * row_tiles  # tiles that share keys run side by side
     t = gl.program_id(0)
