@@ -6,12 +6,69 @@ accept. A rung calls ``check_attention`` first and passes what it can do; what i
 ``NotImplementedError`` naming the rung that can.
 """
 
+import functools
+import inspect
 import math
 import numbers
 
 import torch
+from torch.autograd import forward_ad
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def outside_autocast(function):
+    """Decorate an entry so that it computes in the dtypes of its arguments, whatever ``torch.autocast`` says around it.
+
+    Under autocast ``@`` and ``linear`` round float32 arguments to 16 bits, so that a float32 result would be wrong by
+    percents. The device is that of the first tensor among the arguments.
+    """
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, torch.Tensor):
+                if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+                    break
+                with torch.autocast(x.device.type, enabled=False):
+                    return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def kernel_entry(function):
+    """``outside_autocast`` for an entry that hands memory to a kernel, which reads plain tensors and follows no transform.
+
+    The decorated function raises, naming itself and the argument: ValueError for a nested or sparse tensor;
+    NotImplementedError for a tensor with a forward-mode tangent, which would be lost, and for one inside ``torch.func``
+    transforms (vmap, jvp, grad), which has no memory of its own.
+    """
+    function = outside_autocast(function)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if not torch.compiler.is_compiling():
+            for place, x in enumerate((*args, *kwargs.values())):
+                if isinstance(x, torch.Tensor) and (wrong := _not_plain(x)) is not None:
+                    names = (*list(inspect.signature(function).parameters)[: len(args)], *kwargs)
+                    error, what = wrong
+                    raise error(f"{function.__name__}: {names[place]} {what}")
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _not_plain(x):
+    """(error, what is wrong and what is wanted) of a tensor that no kernel can read, or None."""
+    if x.is_nested or x.layout is not torch.strided:
+        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        return ValueError, f"is a {kind} tensor; want a dense one (sequences of different lengths go packed, with cu_seqlens)"
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return NotImplementedError, "is inside a torch.func transform; want a plain tensor, the kernels have a batch dimension of their own"
+    if forward_ad.unpack_dual(x).tangent is not None:
+        return NotImplementedError, "has a forward-mode tangent; the kernels are forward only, step04_gqa is differentiable"
+    return None
 
 
 def check_attention(
