@@ -18,7 +18,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def outside_autocast(function):
-    """Decorate an entry so that it computes in the dtypes of its arguments, whatever ``torch.autocast`` says around it.
+    """Decorate a function so that it computes in the dtypes of its arguments, whatever ``torch.autocast`` says around it.
 
     Under autocast ``@`` and ``linear`` round float32 arguments to 16 bits, so that a float32 result would be wrong by
     percents. The device is that of the first tensor among the arguments.
@@ -38,37 +38,48 @@ def outside_autocast(function):
 
 
 def kernel_entry(function):
-    """``outside_autocast`` for an entry that hands memory to a kernel, which reads plain tensors and follows no transform.
+    """Decorate an entry that hands tensors to a kernel, which reads plain memory and can be followed by no derivative.
 
-    The decorated function raises, naming itself and the argument: ValueError for a nested or sparse tensor;
-    NotImplementedError for a tensor with a forward-mode tangent, which would be lost, and for one inside ``torch.func``
-    transforms (vmap, jvp, grad), which has no memory of its own.
+    The entry runs outside autocast. It raises, naming its rung and the argument: ValueError for a nested or sparse tensor;
+    NotImplementedError for a tensor whose gradients are recorded, for one with a forward-mode tangent, which would be lost,
+    and for any inside ``torch.func`` transforms (vmap, jvp, grad).
     """
-    function = outside_autocast(function)
+    run = outside_autocast(function)
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        if not torch.compiler.is_compiling():
-            for place, x in enumerate((*args, *kwargs.values())):
-                if isinstance(x, torch.Tensor) and (wrong := _not_plain(x)) is not None:
-                    names = (*list(inspect.signature(function).parameters)[: len(args)], *kwargs)
-                    error, what = wrong
-                    raise error(f"{function.__name__}: {names[place]} {what}")
-        return function(*args, **kwargs)
+        given = (*args, *kwargs.values())
+        recording = torch.is_grad_enabled()
+        transformed = not torch.compiler.is_compiling() and (
+            forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
+        )
+        for place, x in enumerate(given):
+            if isinstance(x, torch.Tensor) and (
+                transformed or recording and x.requires_grad or x.layout is not torch.strided or x.is_nested
+            ):
+                names = (*list(inspect.signature(function).parameters)[: len(args)], *kwargs)
+                _refuse(f"{function.__module__.split('.')[1]}: {names[place]}", x, recording)
+        return run(*args, **kwargs)
 
     return call
 
 
-def _not_plain(x):
-    """(error, what is wrong and what is wanted) of a tensor that no kernel can read, or None."""
+def _refuse(argument, x, recording):
+    """Raise what ``kernel_entry`` promises if no kernel can read ``x``."""
+    check_strided(argument, x)
+    if recording and x.requires_grad:
+        raise NotImplementedError(f"{argument} requires gradients; forward only: use torch.no_grad(), or step04_gqa, which is differentiable")
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        raise NotImplementedError(f"{argument} is inside a torch.func transform; want a plain tensor: kernels cannot be transformed")
+    if forward_ad.unpack_dual(x).tangent is not None:
+        raise NotImplementedError(f"{argument} has a forward-mode tangent; forward only: step04_gqa is differentiable")
+
+
+def check_strided(argument: str, x: torch.Tensor) -> None:
+    """ValueError unless ``x`` has a shape and strides: nested and sparse tensors do not. ``argument`` begins the message."""
     if x.is_nested or x.layout is not torch.strided:
         kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
-        return ValueError, f"is a {kind} tensor; want a dense one (sequences of different lengths go packed, with cu_seqlens)"
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return NotImplementedError, "is inside a torch.func transform; want a plain tensor, the kernels have a batch dimension of their own"
-    if forward_ad.unpack_dual(x).tangent is not None:
-        return NotImplementedError, "has a forward-mode tangent; the kernels are forward only, step04_gqa is differentiable"
-    return None
+        raise ValueError(f"{argument} is a {kind} tensor; want a dense one (pack sequences of different lengths, with cu_seqlens)")
 
 
 def check_attention(

@@ -808,7 +808,7 @@ def test_integers_of_numpy():
 
 def test_forward_only():
     q, k, v = DENSE["causal"].make(DEVICE)
-    with pytest.raises(NotImplementedError, match="step07_dflash1: forward only"):
+    with pytest.raises(NotImplementedError, match="step07_dflash1: q requires gradients; forward only"):
         attention(q.requires_grad_(), k, v)
     with torch.no_grad():
         attention(q, k, v, config=SMALL_TILES)

@@ -665,7 +665,7 @@ def test_bad_schedule_arguments(changes, error, message):
 
 def test_forward_only():
     q, *rest = inputs_of(PROBLEMS["group of 3"])
-    with pytest.raises(NotImplementedError, match="step08_dflash2: forward only"):
+    with pytest.raises(NotImplementedError, match="step08_dflash2: .* requires gradients; forward only"):
         dflash2_decode(q.requires_grad_(), *rest)
     with torch.no_grad():
         dflash2_decode(q, *rest)

@@ -16,7 +16,7 @@ Hints that may change speed but no value are accepted: ``pack_gqa`` (groups are 
 
 import torch
 
-from ladder.contract import check_cu_seqlens, check_flag, check_integer
+from ladder.contract import check_cu_seqlens, check_flag, check_integer, check_strided
 from ladder.step06_paged.cache import check_paged
 from ladder.step08_dflash2 import RangeWindows, dflash2_decode
 from ladder.step08_dflash2.attention import RUNG, check_options, dense, paged_prefill, varlen
@@ -369,6 +369,7 @@ def _refuse(name, qv, q_descale, k_descale, v_descale, attention_chunk, q):
         raise NotImplementedError(f"{name}: attention_chunk is {attention_chunk}; want 0, step 08 has windows instead")
     if not isinstance(q, torch.Tensor):
         raise TypeError(f"{name}: q is a {type(q).__name__}; want a torch.Tensor")
+    check_strided(f"{name}: q", q)
     if q.is_floating_point() and q.element_size() == 1:
         raise NotImplementedError(f"{name}: q is {q.dtype}; want float16 or bfloat16")
 
@@ -377,6 +378,7 @@ def _tensor(name, argument, x, *shape, like=None, dtypes=None):
     """Check one tensor: names in ``shape`` stand for any size; ``like`` has its dtype and device."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name}: {argument} is a {type(x).__name__}; want a torch.Tensor {_written(shape)}")
+    check_strided(f"{name}: {argument}", x)
     if x.ndim != len(shape) or any(not isinstance(n, str) and n != m for n, m in zip(shape, x.shape)):
         raise ValueError(f"{name}: {argument} has shape {tuple(x.shape)}; want {_written(shape)}")
     if like is not None and (x.dtype != like.dtype or x.device != like.device):

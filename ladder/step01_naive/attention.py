@@ -2,9 +2,10 @@
 
 import torch
 
-from ladder.contract import check_attention
+from ladder.contract import check_attention, outside_autocast
 
 
+@outside_autocast
 def attention(q, k, v, *, causal=False, scale=None):
     """softmax(scale * q k^T) v.
 

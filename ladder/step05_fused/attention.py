@@ -4,12 +4,13 @@ import math
 
 import torch
 
-from ladder.contract import check_attention
+from ladder.contract import check_attention, kernel_entry
 
 MAX_HEAD_DIM = 256
 LOG2_E = 1.0 / math.log(2.0)
 
 
+@kernel_entry
 def attention(q, k, v, *, causal=False, scale=None, return_lse=False):
     """softmax(scale * q k^T) v in one kernel launch.
 
@@ -36,8 +37,6 @@ def attention(q, k, v, *, causal=False, scale=None, return_lse=False):
         rung, q, k, v, causal=causal, scale=scale,
         grouped_heads=True, unequal_head_dims=True, max_head_dim=MAX_HEAD_DIM,
     )  # fmt: skip
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise NotImplementedError(f"{rung}: forward only; use torch.no_grad(), or step04_gqa, which is differentiable")
     kernel = _kernel(rung, q)
 
     (batch, num_heads, seqlen_q, head_dim), (_, num_kv_heads, seqlen_k, _) = q.shape, k.shape

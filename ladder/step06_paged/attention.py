@@ -2,7 +2,7 @@
 
 import torch
 
-from ladder.contract import check_flag, check_integer, check_no_overlap
+from ladder.contract import check_flag, check_integer, check_no_overlap, kernel_entry
 from ladder.step05_fused.attention import LOG2_E, MAX_HEAD_DIM, attention, bytes_moved
 
 from .cache import check_paged
@@ -12,6 +12,7 @@ __all__ = ["attention", "bytes_moved", "choose_num_splits", "decode_bytes_moved"
 CPU_PROCESSORS = 4  # the interpreter runs programs one after another; a few splits show the idea
 
 
+@kernel_entry
 def paged_decode(
     q, k_cache, v_cache, block_table, seq_lens, *, scale=None, num_kv_splits=None, return_lse=False, out=None, workspace=None
 ):  # fmt: skip

@@ -8,6 +8,7 @@ from ladder.contract import (
     check_flag,
     check_integer,
     check_no_overlap,
+    kernel_entry,
     merge_config,
 )
 from ladder.step05_fused.attention import LOG2_E
@@ -19,6 +20,7 @@ MAX_HEAD_DIM = 256
 MIN_SPLIT_KEYS = 256  # fewer are read faster than their partial result is merged
 
 
+@kernel_entry
 def attention(q, k, v, *, causal=False, scale=None, return_lse=False, out=None, config=None):
     """softmax(scale * q k^T) v in one kernel launch.
 
@@ -47,7 +49,7 @@ def attention(q, k, v, *, causal=False, scale=None, return_lse=False, out=None, 
         grouped_heads=True, unequal_head_dims=True, max_head_dim=MAX_HEAD_DIM,
     )  # fmt: skip
     check_flag(RUNG, "return_lse", return_lse)
-    kernel = _device_code(q, k, v).dflash1_prefill
+    kernel = _device_code(q).dflash1_prefill
     (batch, num_heads, seqlen_q, head_dim), (_, num_kv_heads, seqlen_k, _) = q.shape, k.shape
     head_dim_v = v.shape[3]
     out = check_out(RUNG, out, q, (batch, num_heads, seqlen_q, head_dim_v), False)
@@ -66,6 +68,7 @@ def attention(q, k, v, *, causal=False, scale=None, return_lse=False, out=None, 
     return (out, lse) if return_lse else out
 
 
+@kernel_entry
 def attention_varlen(
     q, k, v, cu_seqlens_q, cu_seqlens_k, *,
     causal=False, scale=None, return_lse=False, out=None, out_index=None, config=None,
@@ -104,6 +107,7 @@ def attention_varlen(
     )
 
 
+@kernel_entry
 def paged_prefill(
     q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, *,
     scale=None, return_lse=False, out=None, out_index=None, config=None,
@@ -131,6 +135,7 @@ def paged_prefill(
     )
 
 
+@kernel_entry
 def paged_decode(
     q, k_cache, v_cache, block_table, seq_lens, *,
     scale=None, num_kv_splits=None, return_lse=False, out=None, workspace=None, config=None,
@@ -156,6 +161,7 @@ def paged_decode(
     return (out, lse) if return_lse else out
 
 
+@kernel_entry
 def mla_decode(
     q, latent_cache, block_table, seq_lens, *,
     scale, head_dim_v=512, num_kv_splits=None, return_lse=False, out=None, workspace=None, config=None,
@@ -251,7 +257,7 @@ def _decode(
         raise TypeError(f"{RUNG}: workspace is a {type(workspace).__name__}; want a DecodeWorkspace on {q.device}, or None")
     if num_kv_splits is not None:
         num_kv_splits = check_integer(RUNG, "num_kv_splits", num_kv_splits, 1, optional=True)
-    kernel = _device_code(q, k_cache, v_cache).dflash1_decode
+    kernel = _device_code(q).dflash1_decode
     (batch, q_len, num_heads, head_dim), (_, page_size, num_kv_heads, head_dim_v) = q.shape, v_cache.shape
     group = num_heads // num_kv_heads
     capacity, rows = block_table.shape[1] * page_size, q_len * group
@@ -293,7 +299,7 @@ def _decode(
 def _packed_prefill(q, k, v, cu_q, cu_k, block_table, seq_lens, causal, scale, return_lse, out, out_index, config):
     """Launch ``dflash1_prefill`` on checked packed tokens; K and V packed too, or in pages."""
     check_flag(RUNG, "return_lse", return_lse)
-    kernel = _device_code(q, k, v).dflash1_prefill
+    kernel = _device_code(q).dflash1_prefill
     (total_q, num_heads, head_dim), num_kv_heads, head_dim_v = q.shape, k.shape[-2], v.shape[-1]
     paged = block_table is not None
     page_size = k.shape[1] if paged else 0
@@ -509,12 +515,10 @@ def check_rows(name, index, rows):
         raise ValueError(f"{RUNG}: {name} holds {int(index.max())}; want at most {rows - 1}, the last row of out, or below 0 for none")
 
 
-def _device_code(q, *others):
-    """The module of kernels, imported on first use; checks that they can run on these tensors."""
+def _device_code(q):
+    """The module of kernels, imported on first use; checks that they can run on q."""
     from ladder.step05_fused.attention import _kernel as check_device
 
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, *others)):
-        raise NotImplementedError(f"{RUNG}: forward only; use torch.no_grad(), or step04_gqa, which is differentiable")
     check_device(RUNG, q)
     from . import kernel
 

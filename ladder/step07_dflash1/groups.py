@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ladder.contract import FLOATS, check_integer, check_no_overlap, merge_config
+from ladder.contract import FLOATS, check_integer, check_no_overlap, kernel_entry, merge_config
 
 from .attention import RUNG, _device_code, check_rows
 
@@ -114,6 +114,7 @@ def capacity_offsets(num_experts, capacity, device="cpu"):
     return torch.arange(num_experts + 1, dtype=torch.int32, device=device) * capacity
 
 
+@kernel_entry
 def grouped_matmul(x, weight, offsets, *, order=None, top_k=1, out=None, tiles=None, config=None):
     """out[p] = x[token of row p] @ weight[expert of row p]: every expert's product in one launch, over real rows only.
 
@@ -183,6 +184,7 @@ def matmul_config(itemsize):
     return dict(BLOCK_M=64, BLOCK_N=128, BLOCK_K=64, PRECISION="tf32", num_warps=4, num_stages=4)
 
 
+@kernel_entry
 def permute_rows(x, groups, out=None):
     """x (T, width) copied into expert order, (T * top_k, width): the pass that ``out_index`` makes unnecessary.
 

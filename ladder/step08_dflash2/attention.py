@@ -8,7 +8,7 @@ import os
 
 import torch
 
-from ladder.contract import check_attention, check_cu_seqlens, check_flag, check_integer, check_no_overlap
+from ladder.contract import check_attention, check_cu_seqlens, check_flag, check_integer, check_no_overlap, kernel_entry
 from ladder.step05_fused.attention import LOG2_E
 from ladder.step06_paged.cache import check_paged
 from ladder.step07_dflash1.attention import arch as capability
@@ -126,6 +126,7 @@ attention = dflash2_attention  # the contract that every rung keeps
 # window_size=(left, right) and for bidirectional models; None is 0 under a causal mask and all without one.
 
 
+@kernel_entry
 def dense(
     q, k, v, *, causal=False, scale=None, windows=None, softcap=0.0, sinks=None, return_lse=False, out=None, right=None
 ):  # fmt: skip
@@ -145,6 +146,7 @@ def dense(
     return (out, lse) if return_lse else out
 
 
+@kernel_entry
 def varlen(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, *,
     causal=False, scale=None, windows=None, softcap=0.0, sinks=None, return_lse=False, out=None, right=None,
@@ -176,6 +178,7 @@ def varlen(
     return (out, lse) if return_lse else out
 
 
+@kernel_entry
 def paged_prefill(
     q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q=None, *,
     causal=True, scale=None, windows=None, softcap=0.0, sinks=None, return_lse=False, out=None, right=None,
@@ -426,8 +429,6 @@ def check_options(tensors, num_heads, causal, windows, softcap, sinks, return_ls
             raise ValueError(f"{RUNG}: sinks is {tuple(sinks.shape)} {sinks.dtype}; want ({num_heads},) float32, float16 or bfloat16")
         if sinks.device != q.device:
             raise ValueError(f"{RUNG}: sinks is on {sinks.device}; want {q.device}, the device of q")
-    if torch.is_grad_enabled() and (any(x.requires_grad for x in tensors) or sinks is not None and sinks.requires_grad):
-        raise NotImplementedError(f"{RUNG}: forward only; use torch.no_grad(), or step04_gqa, which is differentiable")
     if right is None:
         return windows, softcap, 0 if causal else None
     right = check_integer(RUNG, "right", right, 0, optional=True)
@@ -454,13 +455,11 @@ def _check_out(out, q, shape, **keys):
 
 
 def check_written(out, **inputs):
-    """Refuse an ``out`` of the caller's that wants gradients, or that lies over what other rows still read.
+    """Refuse an ``out`` of the caller's that lies over what other rows still read.
 
     Over q itself it may lie, element for element: a program has read its rows when it writes them. Only tensors without
     gaps are compared, for others may interleave in one allocation without touching.
     """
-    if out.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(f"{RUNG}: out requires gradients; forward only, use torch.no_grad()")
     first, size = out.data_ptr(), out.nbytes
     for name, x in inputs.items():
         start = x.data_ptr()

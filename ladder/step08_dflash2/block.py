@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ladder.contract import FLOATS, check_flag, check_integer, check_scale
+from ladder.contract import FLOATS, check_flag, check_integer, check_scale, outside_autocast
 
 from .attention import check_options, dflash2_paged_prefill, dflash2_varlen
 from .fusion import (
@@ -184,6 +184,7 @@ class DFlash2AttentionBlock(_Block):
         self.bias_qkv = self._parameter(torch.zeros(columns, **self._make)) if qkv_bias else None
         self.q_norm, self.k_norm = (self._ones(head_dim), self._ones(head_dim)) if qk_norm else (None, None)
 
+    @outside_autocast
     def forward(self, x, residual, cos, sin, batch, k_cache, v_cache, *, workspace=None):
         """Run the block on T tokens.
 
@@ -269,6 +270,7 @@ class DFlash2MLABlock(_Block):
         self.weight_kv_a, self.kv_a_norm = self._matrix(rank + rope, hidden), self._ones(rank)
         self.weight_kv_b = self._matrix(num_heads * (nope + v_head_dim), rank)
 
+    @outside_autocast
     def forward(self, x, residual, cos, sin, batch, latent_cache, *, workspace=None):
         """Run the block on T tokens; arguments and results as in ``DFlash2AttentionBlock.forward``, with
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from ladder.contract import FLOATS, check_integer, merge_config
+from ladder.contract import FLOATS, check_integer, kernel_entry, merge_config
 from ladder.step06_paged.attention import check_out, processors
 from ladder.step06_paged.cache import check_paged
 from ladder.step07_dflash1.attention import DecodeWorkspace, arch, layout, split_head
@@ -30,6 +30,7 @@ FIXED, FOUND, GIVEN = 0, 1, 2  # as in decode_kernel
 SEQUENCES_AT_A_TIME = 1024  # of the batch that a program's search looks at
 
 
+@kernel_entry
 def dflash2_decode(
     q, k_cache, v_cache, block_table, seq_lens, *,
     causal=True, scale=None, windows=None, softcap=0.0, sinks=None, num_kv_splits=None, return_lse=False,
@@ -74,7 +75,7 @@ def dflash2_decode(
         Gemma Team, "Gemma 2", section 2.
     """
     if torch.compiler.is_compiling():
-        _refuse_under_compile((q, k_cache, v_cache, sinks), config)
+        _refuse_under_compile(config)
         lse_shape = _lse_shape(q)
         out = q.new_empty(*q.shape[:-1], v_cache.shape[-1]) if out is None else out
         lse = torch.ops.ladder.dflash2_decode(
@@ -88,6 +89,7 @@ def dflash2_decode(
     )  # fmt: skip
 
 
+@kernel_entry
 def dflash2_mla_decode(
     q, latent_cache, block_table, seq_lens, *,
     scale, head_dim_v=512, causal=True, windows=None, softcap=0.0, sinks=None, num_kv_splits=None, return_lse=False,
@@ -112,7 +114,7 @@ def dflash2_mla_decode(
     Source: DeepSeek-AI, "DeepSeek-V2", section 2.1; the shared tile is FlashMLA's.
     """
     if torch.compiler.is_compiling():
-        _refuse_under_compile((q, latent_cache, sinks), config)
+        _refuse_under_compile(config)
         lse_shape = _lse_shape(q)
         out = q.new_empty(*q.shape[:-1], head_dim_v) if out is None else out
         lse = torch.ops.ladder.dflash2_mla_decode(
@@ -557,10 +559,8 @@ def _unlike(name, given, wanted):
 # log-sum-exp, (B, Hq, q_len), of no element unless it is asked for.
 
 
-def _refuse_under_compile(tensors, config):
+def _refuse_under_compile(config):
     """Refuse what the operator cannot be told; all else it checks when it runs."""
-    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors):
-        raise NotImplementedError(f"{RUNG}: forward only; use torch.no_grad(), or step04_gqa, which is differentiable")
     if config is not None:
         raise NotImplementedError(f"{RUNG}: config is for tuning outside torch.compile; want None")
 
@@ -594,7 +594,7 @@ def _decode_op(
     num_kv_splits: int | None, return_lse: bool, out: torch.Tensor, partials: torch.Tensor | None,
     counters: torch.Tensor | None, schedule: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    result = _decode(
+    result = dflash2_decode(
         q, k_cache, v_cache, block_table, seq_lens, causal=causal, scale=scale,
         windows=None if windows is None else RangeWindows.from_flat(windows), softcap=softcap, sinks=sinks,
         num_kv_splits=num_kv_splits, return_lse=return_lse, out=out, workspace=_borrowed(partials, counters), schedule=schedule,
@@ -609,7 +609,7 @@ def _mla_decode_op(
     num_kv_splits: int | None, return_lse: bool, out: torch.Tensor, partials: torch.Tensor | None,
     counters: torch.Tensor | None, schedule: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    result = _mla_decode(
+    result = dflash2_mla_decode(
         q, latent_cache, block_table, seq_lens, scale=scale, head_dim_v=head_dim_v, causal=causal,
         windows=None if windows is None else RangeWindows.from_flat(windows), softcap=softcap, sinks=sinks,
         num_kv_splits=num_kv_splits, return_lse=return_lse, out=out, workspace=_borrowed(partials, counters), schedule=schedule,

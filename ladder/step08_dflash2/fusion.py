@@ -12,7 +12,7 @@ import numbers
 
 import torch
 
-from ladder.contract import FLOATS, check_flag, check_integer, check_no_overlap
+from ladder.contract import FLOATS, check_flag, check_integer, check_no_overlap, kernel_entry, outside_autocast
 from ladder.step06_paged.attention import processors
 from ladder.step07_dflash1 import DecodeWorkspace
 
@@ -129,6 +129,7 @@ def _frequencies(dim, theta, scaling):
 # Before attention
 
 
+@kernel_entry
 def fused_qkv_rope_append(
     x, weight_qkv, cos, sin, positions, k_cache, v_cache, slot_mapping, *,
     num_heads, num_kv_heads, head_dim, bias=None, q_norm_weight=None, k_norm_weight=None, norm_eps=1e-6,
@@ -188,7 +189,6 @@ def fused_qkv_rope_append(
     norm_eps = check_number("norm_eps", norm_eps)
     _check_options(workspace, device, interleaved=interleaved, fused=fused)
     out = _output("out", out, x, (tokens, num_heads, head_dim))
-    _check_no_grad(x, weight_qkv, bias, q_norm_weight, k_norm_weight, k_cache, v_cache, out)
     arguments = (
         x, weight_qkv, bias, q_norm_weight, k_norm_weight, cos, sin, positions, slot_mapping, k_cache, v_cache, out,
         num_heads, norm_eps, interleaved, fused,
@@ -200,6 +200,7 @@ def fused_qkv_rope_append(
     return out
 
 
+@kernel_entry
 def fused_mla_append(
     x, kv_norm_weight, cos, sin, positions, latent_cache, slot_mapping, q_pe, *,
     weight=None, q_nope=None, norm_eps=1e-6, interleaved=True, out=None, workspace=None, fused=None,
@@ -252,7 +253,6 @@ def fused_mla_append(
     norm_eps = check_number("norm_eps", norm_eps)
     _check_options(workspace, device, interleaved=interleaved, fused=fused)
     out = _output("out", out, x, (tokens, num_heads, rot_dim + (0 if q_nope is None else q_nope.shape[2])))
-    _check_no_grad(x, weight, kv_norm_weight, q_pe, q_nope, latent_cache, out)
     arguments = (
         x, weight, kv_norm_weight, cos, sin, positions, slot_mapping, latent_cache, q_pe, q_nope, out, norm_eps, interleaved, fused,
     )  # fmt: skip
@@ -266,6 +266,7 @@ def fused_mla_append(
 # After attention
 
 
+@kernel_entry
 def fused_norm_router(
     x, residual, norm_weight, gate_weight, *,
     top_k, eps=1e-6, scoring="softmax", correction_bias=None, num_groups=None, topk_groups=None, group_score=None,
@@ -340,7 +341,6 @@ def fused_norm_router(
     _check_options(workspace, device, fused=fused)
     if fused and x.shape[0] > FEW_TOKENS:
         raise ValueError(f"{RUNG}: fused is True for {x.shape[0]} tokens; want at most {FEW_TOKENS}, or None")
-    _check_no_grad(x, residual, norm_weight, gate_weight, correction_bias)
     arguments = (
         x, residual, norm_weight, gate_weight, correction_bias, top_k, eps, scoring == "sigmoid", num_groups, topk_groups,
         top2, renormalize, scaling, fused,
@@ -352,6 +352,7 @@ def fused_norm_router(
     return (results[0], x if residual is None else results[1], *results[2:])
 
 
+@kernel_entry
 def fused_add_norm(x, residual, norm_weight, *, eps=1e-6):
     """RMSNorm(x + residual) and the sum: what a block starts with, one pass.
 
@@ -369,7 +370,6 @@ def fused_add_norm(x, residual, norm_weight, *, eps=1e-6):
     _expect("norm_weight", norm_weight, (x.shape[1],), FLOATS, x.device, contiguous=True)
     _check_hidden(x)
     eps = check_number("eps", eps)
-    _check_no_grad(x, residual, norm_weight)
     run = torch.ops.ladder.dflash2_add_norm if _as_operator() else _add_norm
     normed, residual_out = run(x, residual, norm_weight, eps)
     return normed, x if residual is None else residual_out
@@ -378,6 +378,7 @@ def fused_add_norm(x, residual, norm_weight, *, eps=1e-6):
 # Launches, on checked arguments
 
 
+@outside_autocast
 def _qkv_rope_append(
     x, weight, bias, q_norm, k_norm, cos, sin, positions, slots, k_cache, v_cache, out, num_heads, eps, interleaved, fused,
     workspace=None,
@@ -423,6 +424,7 @@ def _qkv_rope_append(
             )  # fmt: skip
 
 
+@outside_autocast
 def _mla_append(
     x, weight, norm, cos, sin, positions, slots, latent_cache, q_pe, q_nope, out, eps, interleaved, fused, workspace=None,
 ):  # fmt: skip
@@ -468,6 +470,7 @@ def _mla_append(
         )  # fmt: skip
 
 
+@outside_autocast
 def _norm_router(
     x, residual, norm, gate, bias, top_k, eps, sigmoid, num_groups, topk_groups, top2, renormalize, scaling, fused,
     workspace=None,
@@ -514,6 +517,7 @@ def few_rows_to_route(x, residual):
     return x.shape[0] <= min(FEW_TOKENS, REREAD_BYTES // row_bytes)
 
 
+@outside_autocast
 def _add_norm(x, residual, norm, eps, counts=None):
     """(normed, sum); the sum is empty without residual. Zeroes ``counts`` on the way when given."""
     kernels = _kernels(x)
@@ -750,11 +754,6 @@ def _check_hidden(x):
         raise ValueError(f"{RUNG}: x has shape {tuple(x.shape)}, no columns; want at least 1")
     if x.shape[1] > MAX_HIDDEN:
         raise NotImplementedError(f"{RUNG}: x has {x.shape[1]} columns; the norm holds up to {MAX_HIDDEN}")
-
-
-def _check_no_grad(*tensors):
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        raise NotImplementedError(f"{RUNG}: forward only; use torch.no_grad()")
 
 
 def _output(name, out, x, shape):

@@ -22,7 +22,7 @@ _OPTIONS = "bool causal, float? scale, int[] windows, float softcap, Tensor? sin
 def dense(q, k, v, causal, scale, windows, softcap, sinks, return_lse, out, right):
     """``attention.dense`` through the operators."""
     inputs = (q, k, v)
-    options = _options((*inputs, sinks), causal, scale, windows, softcap, sinks, return_lse, right)
+    options = _options(causal, scale, windows, softcap, sinks, return_lse, right)
     if out is None:
         out, lse = torch.ops.ladder.dflash2_attention(*inputs, *options)
     else:
@@ -33,7 +33,7 @@ def dense(q, k, v, causal, scale, windows, softcap, sinks, return_lse, out, righ
 def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, causal, scale, windows, softcap, sinks, return_lse, out, right):
     """``attention.varlen`` through the operators."""
     inputs = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q)
-    options = _options((*inputs[:3], sinks), causal, scale, windows, softcap, sinks, return_lse, right)
+    options = _options(causal, scale, windows, softcap, sinks, return_lse, right)
     if out is None:
         out, lse = torch.ops.ladder.dflash2_varlen(*inputs, *options)
     else:
@@ -47,7 +47,7 @@ def paged_prefill(
 ):  # fmt: skip
     """``attention.paged_prefill`` through the operators."""
     inputs = (q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q)
-    options = _options((*inputs[:3], sinks), causal, scale, windows, softcap, sinks, return_lse, right)
+    options = _options(causal, scale, windows, softcap, sinks, return_lse, right)
     if out is None:
         out, lse = torch.ops.ladder.dflash2_paged_prefill(*inputs, *options)
     else:
@@ -55,10 +55,8 @@ def paged_prefill(
     return (out, lse) if return_lse else out
 
 
-def _options(tensors, causal, scale, windows, softcap, sinks, return_lse, right):
+def _options(causal, scale, windows, softcap, sinks, return_lse, right):
     """The options as the schema has them; what cannot travel is refused here, all else by the operator when it runs."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        raise NotImplementedError(f"{RUNG}: forward only; use torch.no_grad(), or step04_gqa, which is differentiable")
     if windows is not None and not isinstance(windows, RangeWindows):
         raise TypeError(f"{RUNG}: windows is a {type(windows).__name__}; want a RangeWindows, or None")
     flat = [] if windows is None else list(windows.flat)

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from ladder.contract import check_attention, check_flag, check_integer
+from ladder.contract import check_attention, check_flag, check_integer, outside_autocast
 
 RUNG = "step08_dflash2"
 UNLIMITED = 1 << 30  # in the table: a stop or a left reach of None; longer than any sequence
@@ -190,6 +190,7 @@ class RangeWindows:
             tiles += [(tile, n, True) for n in (*range(sink_whole, sink_end), *range(first, body), *range(body_end, last))]
         return VisitedTiles(len(tiles), tiles)
 
+    @outside_autocast
     def attention_mass(self, q, k, causal=True, scale=None, rows=64, seed=0, per_head=False):
         """How much probability these windows drop: the mean over sampled rows of what full attention gives to hidden keys.
 

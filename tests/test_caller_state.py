@@ -1,0 +1,256 @@
+"""What surrounds a call must not change its numbers in silence: autocast, gradients, transforms, tensors of other kinds."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import ladder.step08_dflash2 as step08
+from ladder import rungs
+from ladder.integrations import flash_attn as fa
+from ladder.step06_paged import paged_decode
+from ladder.step07_dflash1 import (
+    attention_varlen,
+    group_tokens,
+    grouped_matmul,
+    mla_decode,
+    paged_prefill,
+    permute_rows,
+)
+from ladder.step07_dflash1 import paged_decode as paged_decode_07
+from ladder.step08_dflash2.block import AttentionBatch, DFlash2AttentionBlock, DFlash2MLABlock, Router
+
+pytestmark = pytest.mark.filterwarnings("default")  # torch warns of its own transforms and nested tensors
+
+STARTS = torch.tensor([0, 2, 6], dtype=torch.int32)
+LENGTHS, TABLE = torch.tensor([5, 7], dtype=torch.int32), torch.tensor([[0, 3], [5, 2]], dtype=torch.int32)
+
+
+def random(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def heads(heads_q=4, heads_kv=2):
+    return dict(q=random(2, heads_q, 6, 16), k=random(2, heads_kv, 9, 16), v=random(2, heads_kv, 9, 16))
+
+
+def packed():
+    return dict(q=random(6, 4, 16), k=random(7, 2, 16), v=random(7, 2, 16), cu_seqlens_q=STARTS,
+                cu_seqlens_k=torch.tensor([0, 3, 7], dtype=torch.int32))  # fmt: skip
+
+
+def paged(q_len=2):
+    return dict(q=random(2, q_len, 4, 16), k_cache=random(6, 4, 2, 16), v_cache=random(6, 4, 2, 16), block_table=TABLE, seq_lens=LENGTHS)
+
+
+def chunk():
+    return {**paged(), "q": random(6, 4, 16), "cu_seqlens_q": STARTS}
+
+
+def latent():
+    return dict(q=random(2, 2, 4, 24), latent_cache=random(6, 4, 24), block_table=TABLE, seq_lens=LENGTHS, scale=0.2, head_dim_v=16)
+
+
+def append(fused=None):
+    cos, sin = step08.rope_tables(16, 64)
+    return dict(
+        x=random(5, 64), weight_qkv=random(128, 64) / 8, cos=cos, sin=sin, positions=torch.arange(5), fused=fused,
+        k_cache=torch.zeros(4, 4, 2, 16), v_cache=torch.zeros(4, 4, 2, 16), slot_mapping=torch.arange(5),
+        num_heads=4, num_kv_heads=2, head_dim=16,
+    )  # fmt: skip
+
+
+def mla_append(fused=None):
+    cos, sin = step08.rope_tables(8, 64)
+    return dict(
+        x=random(5, 64), weight=random(24, 64) / 8, kv_norm_weight=torch.ones(16), cos=cos, sin=sin, positions=torch.arange(5),
+        latent_cache=torch.zeros(4, 4, 24), slot_mapping=torch.arange(5), q_pe=random(5, 4, 8), fused=fused,
+    )  # fmt: skip
+
+
+def route(fused=None):
+    return dict(x=random(5, 64), residual=random(5, 64), norm_weight=torch.ones(64), gate_weight=random(8, 64), top_k=2, fused=fused)
+
+
+def groups():
+    return dict(x=random(5, 32), weight=random(4, 32, 16), offsets=torch.tensor([0, 2, 2, 4, 5], dtype=torch.int32))
+
+
+def cached():
+    return dict(q=random(2, 1, 4, 16), k_cache=random(2, 8, 2, 16), v_cache=random(2, 8, 2, 16), cache_seqlens=LENGTHS - 1,
+                k=random(2, 1, 2, 16), v=random(2, 1, 2, 16), causal=True)  # fmt: skip
+
+
+def batch(decode):
+    if decode:
+        return AttentionBatch(LENGTHS.long() - 1, torch.tensor([12, 10]), TABLE, LENGTHS)
+    return AttentionBatch(torch.arange(5), torch.arange(5), torch.tensor([[0, 1]], dtype=torch.int32), LENGTHS[:1],
+                          torch.tensor([0, 5], dtype=torch.int32), 5)  # fmt: skip
+
+
+def block(decode, mla):
+    """A call of a whole block, on fresh copies of its weights and caches."""
+
+    def call(x):
+        torch.manual_seed(0)
+        sizes = dict(router=Router(8, 2), dtype=torch.float32)
+        if mla:
+            made = DFlash2MLABlock(64, 4, qk_nope_head_dim=16, qk_rope_head_dim=8, kv_lora_rank=16, v_head_dim=16, **sizes)
+            caches = [random(6, 4, 24)]
+        else:
+            made, caches = DFlash2AttentionBlock(64, 4, 2, 16, **sizes), [random(6, 4, 2, 16), random(6, 4, 2, 16)]
+        return tuple(made(x, None, *step08.rope_tables(8 if mla else 16, 64), batch(decode), *caches))
+
+    return call
+
+
+def router_of_rows(x, residual, **arguments):
+    return step08.fused_norm_router(x, residual, **arguments)
+
+
+ENTRIES = {
+    **{r.name: (r.attention, lambda: heads(4, 4)) for r in rungs.RUNGS},
+    "step04 grouped": (rungs.find(4).attention, heads), "step04 varlen": (rungs.find(4).module.attention_varlen, packed),
+    "step06 decode": (paged_decode, paged), "step07 varlen": (attention_varlen, packed), "step07 paged_prefill": (paged_prefill, chunk),
+    "step07 decode": (paged_decode_07, paged), "step07 mla": (mla_decode, latent), "step07 grouped_matmul": (grouped_matmul, groups),
+    "varlen": (step08.dflash2_varlen, packed), "paged_prefill": (step08.dflash2_paged_prefill, chunk),
+    "decode": (step08.dflash2_decode, paged), "mla_decode": (step08.dflash2_mla_decode, latent),
+    "append in one launch": (step08.fused_qkv_rope_append, lambda: append(True)), "append": (step08.fused_qkv_rope_append, lambda: append(False)),
+    "mla_append in one launch": (step08.fused_mla_append, lambda: mla_append(True)), "mla_append": (step08.fused_mla_append, lambda: mla_append(False)),
+    "router in one launch": (router_of_rows, lambda: route(True)), "router": (router_of_rows, lambda: route(False)),
+    "add_norm": (step08.fused_add_norm, lambda: {k: v for k, v in route().items() if k in ("x", "residual", "norm_weight")}),
+    "flash_attn": (fa.flash_attn_func, lambda: {k: v.transpose(1, 2) for k, v in heads().items()}),
+    "flash_attn cached": (fa.flash_attn_with_kvcache, cached),
+    "attention_mass": (step08.RangeWindows.sliding(3).attention_mass, lambda: {k: v for k, v in heads().items() if k != "v"}),
+    **{f"{'mla ' * mla}block {'decode' if decode else 'prefill'}": (block(decode, mla), lambda decode=decode: dict(x=random(2 if decode else 5, 64)))
+       for mla in (False, True) for decode in (False, True)},
+}  # fmt: skip
+FORWARD_ONLY = [name for name in ENTRIES if name[:6] not in ("step01", "step02", "step03", "step04") and not name.endswith(("mass", "cached"))]
+
+
+def tensors_of(result, arguments):
+    """Everything that a call returned or wrote, as one flat list."""
+    found = result if isinstance(result, (tuple, list)) else (result,)
+    return [x if isinstance(x, torch.Tensor) else torch.tensor(x) for x in (*found, *arguments.values()) if isinstance(x, (torch.Tensor, float))]
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["pytorch", "interpreter"])
+@pytest.mark.parametrize("name", ENTRIES)
+def test_autocast_changes_no_bit(name, kernels, monkeypatch):
+    """Float32 arguments give the float32 result, in the cache too, whatever precision the caller lets other layers take."""
+    if not kernels and name.startswith(("step05", "step06", "step07")):
+        pytest.skip("these rungs have kernels only")
+    monkeypatch.setenv("TRITON_INTERPRET", "1" if kernels else "0")
+    entry, make = ENTRIES[name]
+    plain, cast = make(), make()
+    want = tensors_of(entry(**plain), plain)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = tensors_of(entry(**cast), cast)
+    assert len(got) == len(want) > 0
+    for one, other in zip(got, want):
+        assert one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+@pytest.mark.parametrize("name", ["step04_gqa", "step08_dflash2", "varlen", "paged_prefill", "decode", "mla_decode", "append", "router"])
+def test_autocast_inside_a_compiled_function(name, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    entry, make = ENTRIES[name]
+    plain, cast = make(), make()
+    want = tensors_of(entry(**plain), plain)
+
+    def call(**arguments):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return entry(**arguments)
+
+    got = tensors_of(torch.compile(call, backend="eager", fullgraph=True)(**cast), cast)
+    for one, other in zip(got, want, strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+
+
+def test_autocast_stays_on_around_a_call():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        step08.dflash2_attention(**heads())
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+
+
+def first_tensor(arguments):
+    return next(name for name, x in arguments.items() if isinstance(x, torch.Tensor))
+
+
+@pytest.mark.parametrize("name", FORWARD_ONLY)
+def test_forward_mode_derivatives_are_refused(name, monkeypatch):
+    """A kernel would drop the tangent, which reads as a derivative of zero."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    entry, make = ENTRIES[name]
+    arguments = make()
+    argument = first_tensor(arguments)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="has a forward-mode tangent; forward only"):
+        entry(**{**arguments, argument: forward_ad.make_dual(arguments[argument], torch.ones_like(arguments[argument]))})
+
+
+@pytest.mark.parametrize("name", [n for n in FORWARD_ONLY if n != "flash_attn"])
+def test_gradients_are_refused(name, monkeypatch):
+    """FlashAttention's functions may sit in a graph; their backward says the same."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    entry, make = ENTRIES[name]
+    arguments = make()
+    argument = first_tensor(arguments)
+    with pytest.raises(NotImplementedError, match="requires gradients; forward only"):
+        entry(**{**arguments, argument: arguments[argument].requires_grad_()})
+
+
+@pytest.mark.parametrize("argument", ["weight"])
+def test_weights_of_experts_that_want_gradients(argument):
+    """They were multiplied without a word that nothing would come back."""
+    arguments = groups()
+    arguments[argument].requires_grad_()
+    with pytest.raises(NotImplementedError, match=f"{argument} requires gradients"):
+        grouped_matmul(**arguments)
+    x, ids = random(5, 8).requires_grad_(), torch.zeros(5, 2, dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="x requires gradients"):
+        permute_rows(x, group_tokens(ids, 4))
+
+
+@pytest.mark.parametrize("name", ["step05_fused", "step06 decode", "step07 decode", "step08_dflash2", "varlen", "decode", "mla_decode", "append", "router"])
+def test_transforms_are_refused(name, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    entry, make = ENTRIES[name]
+    arguments = make()
+    argument = first_tensor(arguments)
+    x = arguments.pop(argument)
+
+    def call(x):
+        return entry(**{argument: x}, **arguments)
+
+    with pytest.raises(NotImplementedError, match=f"{argument} is inside a torch.func transform"):
+        torch.func.vmap(call)(x[None])
+    with pytest.raises(NotImplementedError, match=f"{argument} (is inside a torch.func transform|requires gradients)"):
+        torch.func.jvp(call, (x,), (torch.ones_like(x),))
+
+
+@pytest.mark.parametrize("name", ["step05_fused", "step06 decode", "step07 decode", "step08_dflash2", "varlen", "decode", "mla_decode", "append", "router", "flash_attn"])
+@pytest.mark.parametrize("kind", ["nested", "jagged", "sparse_coo"])
+def test_other_kinds_of_tensors_are_refused(name, kind, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    entry, make = ENTRIES[name]
+    arguments = make()
+    argument = first_tensor(arguments)
+    x = arguments[argument]
+    if kind == "sparse_coo":
+        arguments[argument] = x.to_sparse()
+    else:
+        arguments[argument] = torch.nested.nested_tensor(list(x), layout=torch.jagged if kind == "jagged" else torch.strided)
+    with pytest.raises(ValueError, match=f"{argument} is a {'nested' if kind != 'sparse_coo' else kind} tensor; want a dense one"):
+        entry(**arguments)
+
+
+def test_the_differentiable_rung_keeps_its_derivatives():
+    """Step 04 is where the refusals point to: its gradients under autocast are those without."""
+    grads = []
+    for enabled in (False, True):
+        arguments = {name: x.requires_grad_() for name, x in heads().items()}
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            out = rungs.find(4).attention(**arguments)
+        out.square().sum().backward()
+        grads.append([x.grad for x in arguments.values()])
+    for one, other in zip(*grads):
+        assert one.abs().sum() > 0 and torch.equal(one, other)
