@@ -81,8 +81,10 @@ class WindowOracle:
         eager, eager_lse = formula(q, k, v, mask, **options, compute=q.dtype)
         self.budget = 2 * _distance(eager.double(), self.out) + _band(self.out, q.dtype) + _band(v, torch.float32) / 2
         self.lse_budget = 2 * _distance(eager_lse, self.lse) + _band(self.lse, torch.float32)
-        if softcap:  # float32 tanh is exact to a unit of 1, which the softcap multiplies
-            unit = 4 * torch.finfo(torch.float32).eps * softcap
+        if softcap:  # float32 tanh is exact to a unit of 1, which the cap multiplies, and relative to itself where it is small
+            largest = float((q.double().abs().amax() * k.double().abs().amax()) * q.shape[3]) if q.numel() and k.numel() else 0.0
+            largest *= abs(q.shape[3] ** -0.5 if scale is None else scale)
+            unit = 4 * torch.finfo(torch.float32).eps * min(softcap, 8 * largest)
             self.lse_budget += unit
             self.budget += unit * float(v.abs().max()) if v.numel() else 0.0
 

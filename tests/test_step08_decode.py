@@ -380,6 +380,12 @@ def test_softcap_and_sinks(splits, dtype):
         check_windows(inputs, softcap=softcap, sinks=some, num_kv_splits=splits, config=SMALL)
 
 
+@pytest.mark.parametrize("softcap", (1e5, 1e8, 1e38))
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+def test_a_large_softcap_changes_nothing(softcap, dtype):
+    check_windows(inputs_of(_problem(q_len=3, lengths=(0, 1, 77), dtype=dtype)), softcap=softcap, num_kv_splits=3, config=SMALL)
+
+
 def test_a_row_without_keys_has_its_sink_alone():
     inputs = inputs_of(_problem(q_len=2, lengths=(0, 1)))
     sinks = torch.tensor([-1.0, 2.0, 0.5, float("-inf")], device=DEVICE)

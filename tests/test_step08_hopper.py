@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import types
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from ladder.lab import compile_matrix
 from ladder.lab.problem import AttentionProblem
-from ladder.step08_dflash2 import RangeWindows, eager, explain, hopper, hopper_decode, warmup
+from ladder.step08_dflash2 import Range, RangeWindows, eager, explain, hopper, hopper_decode, warmup
 
 BF16 = torch.bfloat16
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -165,6 +166,80 @@ def test_splits_merge_to_the_whole(sinks):
     weights = logits.softmax(0).nan_to_num(0.0)[:3]  # no logit at all: no weight
     torch.testing.assert_close(out, (part_out.view(3, 2, 2, 5, 24) * weights[..., None]).sum(0))
     torch.testing.assert_close(lse, logits.logsumexp(0))
+
+
+def test_merging_leaves_the_rows_of_no_sequence():
+    """Packed queries may stand behind the last sequence; their parts were never written."""
+    torch.manual_seed(0)
+    part_out, part_lse = torch.randn(2, 3 * 7, 16, device=DEVICE), torch.randn(2, 3 * 7, device=DEVICE)
+    part_out.view(2, 3, 7, 16)[:, :, 5:], part_lse.view(2, 3, 7)[:, :, 5:] = float("nan"), float("nan")
+    out, lse = (torch.full(shape, 9.0, device=DEVICE) for shape in ((1, 3, 7, 16), (3, 7)))
+    hopper.merge_splits(part_out, part_lse, out, lse, None, torch.tensor([0, 2, 5], dtype=torch.int32, device=DEVICE))
+    weights = part_lse.view(2, 3, 7)[:, :, :5].softmax(0)
+    torch.testing.assert_close(out[0, :, :5], (part_out.view(2, 3, 7, 16)[:, :, :5] * weights[..., None]).sum(0))
+    assert bool((out[:, :, 5:] == 9).all()) and bool((lse[:, 5:] == 9).all()) and bool((lse[:, :5] != 9).all())
+
+
+# The key tiles that a tile of rows visits, by the source of the device function itself: it is scalar arithmetic
+
+
+class Table:
+    """The windows' table as ``gl.load`` reads it."""
+
+    def __init__(self, flat, place=0):
+        self.flat, self.place = flat, place
+
+    def __add__(self, step):
+        return Table(self.flat, self.place + step)
+
+
+@pytest.fixture(scope="module")
+def keys_of_tile():
+    """``dflash2_keys``, and what it calls, run by Python."""
+    hopper_kernel = pytest.importorskip("ladder.step08_dflash2.hopper_kernel")
+    scalars = types.SimpleNamespace(
+        load=lambda x: x.flat[x.place], where=lambda c, a, b: a if c else b, minimum=min, maximum=max, static_range=range,
+        cdiv=lambda a, b: -(-a // b),
+    )  # fmt: skip
+    names = {"gl": scalars, "NEVER": 1 << 30}
+    for name in ("dflash2_range", "dflash2_keys"):
+        function = getattr(hopper_kernel, name).fn
+        names[name] = types.FunctionType(function.__code__, names, name)
+    return names["dflash2_keys"]
+
+
+def random_ranges(draw):
+    """Ranges counted from the start, then ranges counted from the end, which overlap in a short sequence."""
+    def some(first, step):
+        return [Range(a, a + draw.randrange(1, step), draw.choice((0, 3, 30)), draw.choice((1, 4, 20, None))) for a in first]
+
+    from_start = some([a for a in (0, 20, 45) if draw.random() < 0.6], 18)
+    from_end = some([a for a in (-60, -40, -18) if draw.random() < 0.6], 17)
+    return RangeWindows(from_start + from_end)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_row_of_v_that_nobody_sees_counts_as_seen(keys_of_tile, seed):
+    """The kernel cleans the rows of V between ``sink`` and ``low``: what no row sees may hold NaN, and 0 x NaN is NaN."""
+    draw = random.Random(seed)
+    overlapping = 0
+    for _ in range(150):
+        windows, right = random_ranges(draw), draw.choice((0, None, 5))
+        rows, keys, block_m, first = draw.randrange(1, 90), draw.randrange(1, 100), 16, 0
+        seen = windows.visible(rows, keys, right=right)
+        for first in range(0, rows, block_m):
+            low, sink, high_tile, low_tile, sink_tile, begin, end = keys_of_tile(
+                first, rows, keys, right or 0, Table(windows.flat), 0, 1, 8, block_m, right is not None, len(windows), False
+            )
+            wanted = seen[first : first + block_m].any(0)
+            told = [key < sink or key >= low for key in range(keys)]
+            stop = keys if right is None else max(0, min(keys, min(first + block_m, rows) - 1 + keys - rows + right + 1))
+            assert told[:stop] == wanted[:stop].tolist() or not len(windows), (windows, rows, keys, first, right)
+            visited = {*range(low_tile, high_tile), *range(sink_tile)}
+            assert {key // 8 for key in wanted.nonzero()[:, 0].tolist()} <= visited and end - begin == len(visited)
+        bounds = [(r.start + (r.start < 0) * keys, r.stop + (r.stop < 0) * keys) for r in windows.ranges]
+        overlapping += any(a[0] < b[1] and b[0] < a[1] for i, a in enumerate(bounds) for b in bounds[:i])
+    assert overlapping > 20
 
 
 def test_mla_gives_a_small_batch_to_the_whole_chip():

@@ -1,6 +1,7 @@
 """Step 08's prefill kernel: dense, ragged and paged, under every mask, softcap and sinks, against float64 and step 07."""
 
 import importlib
+import math
 
 import pytest
 import torch
@@ -136,6 +137,23 @@ def test_what_no_query_sees_is_not_touched(small, name):
 def test_softcap(small, softcap, dtype):
     check(problem(dtype=dtype, scale=1.0), softcap=softcap)
     check(problem(dtype=dtype, scale=-0.7), None, softcap=softcap, windows=WINDOWS["sink 4, window 7"])
+
+
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+@pytest.mark.parametrize("softcap", (1e3, 1e5, 1e8, 1e20, 1e38))
+def test_a_large_softcap_changes_nothing(small, softcap, dtype):
+    """The cap multiplies the error of its tanh, which therefore has to be relative where the result is small."""
+    check(problem(dtype=dtype, scale=0.3), softcap=softcap)
+    check(problem(dtype=dtype, scale=-0.3), None, softcap=softcap, windows=WINDOWS["sink 4, window 7"])
+
+
+@pytest.mark.parametrize("softcap", (1e-3, 1e-20, 1e-44))
+def test_a_small_softcap_makes_all_keys_equal(small, softcap):
+    q, k, v = problem(Sq=20, Sk=40).make(DEVICE)
+    out, lse = run(q, k, v, softcap=softcap)
+    want = v.double().mean(2, keepdim=True).repeat_interleave(q.shape[1] // v.shape[1], 1).expand(out.shape)
+    torch.testing.assert_close(out.double(), want, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(lse, torch.full_like(lse, math.log(40)), atol=2e-3, rtol=0)
 
 
 def test_softcap_of_huge_scores(small):

@@ -159,8 +159,8 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: (B_cache, capacity, Hkv, D) and (..., Dv); with page_table (num_pages, page_size, Hkv, D), any
             page size.
         k, v: (B, S_new, Hkv, D) and (..., Dv), or packed (total_new, Hkv, D) with cu_seqlens_k_new, which ends at total_new:
-            written into the cache behind cache_seqlens, in place. The cache has to have room: else ValueError on a CPU, and
-            on a GPU a device-side assertion.
+            written into the cache behind cache_seqlens, in place. A sequence whose cache row or page table has no room for
+            all of them is a ValueError on a CPU; on a GPU nothing is written for it and its output is NaN.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), rotate k and q in float32. k[i] is at position
             rotary_seqlens + i, so is q[i] when causal or with a window; else all of q is at rotary_seqlens.
         rotary_seqlens: (B,) int32; None is cache_seqlens.
@@ -218,8 +218,11 @@ def flash_attn_with_kvcache(
         table = _pages_of_sequences(name, k_cache, page_table, cache_batch_idx, batch)
         capacity = table.shape[1] * k_cache.shape[1]
         lengths = _lengths(name, "cache_seqlens", capacity if cache_seqlens is None else cache_seqlens, batch, q.device)
+        if cache_batch_idx is not None and not _readable(table):  # a row that is not there: NaN, as for any length without pages
+            rows = len(k_cache if page_table is None else page_table)
+            lengths = lengths.masked_fill((cache_batch_idx < 0) | (cache_batch_idx >= rows), -1)
         causal, windows, right = _mask(name, causal, window_size, seqlen_q, capacity)
-        local = causal or any(side is not None and side >= 0 for side in window_size)
+        local = causal or max(_sides(name, window_size)) >= 0
         if cache_leftpad is not None:
             cache_leftpad = _lengths(name, "cache_leftpad", cache_leftpad, batch, q.device)
         if k is not None:
@@ -239,7 +242,8 @@ def flash_attn_with_kvcache(
                 cache = (k_cache, v_cache, table, lengths)
                 _check_before_append(q, *(cache if cache_leftpad is None else _skip_leftpad(*cache, cache_leftpad)), softmax_scale)
                 check_options((q, k_cache, v_cache), q.shape[-2], causal, windows, softcap, sinks, True, right)
-            _append(k_cache, v_cache, k, v, table, old, cu_seqlens_k_new)
+            lost = _append(k_cache, v_cache, k, v, table, old, cu_seqlens_k_new)
+            lengths = lengths.masked_fill(lost, -1)  # of which attention makes NaN
         if cache_leftpad is not None:
             k_cache, v_cache, table, lengths = _skip_leftpad(k_cache, v_cache, table, lengths, cache_leftpad)
 
@@ -447,11 +451,7 @@ def _mask(name, causal, window_size, max_seqlen_q, max_seqlen_k):
     """(causal, windows, right) of step 08 for FlashAttention's causal and window_size; right None is without bound."""
     if not isinstance(causal, (bool, int)):  # FlashAttention's callers pass 0 and 1
         raise TypeError(f"{name}: causal is {causal!r}; want True or False")
-    if not isinstance(window_size, (tuple, list)):
-        raise TypeError(f"{name}: window_size is {window_size!r}; want (left, right)")
-    if len(window_size) != 2:
-        raise ValueError(f"{name}: window_size has {len(window_size)} entries; want (left, right)")
-    left, right = (check_integer(name, "window_size", -1 if side is None else side, -1) for side in window_size)
+    left, right = _sides(name, window_size)
     if causal or right == 0:
         causal, right = True, -1
     if max_seqlen_k is not None and left >= max_seqlen_k - 1:
@@ -459,6 +459,17 @@ def _mask(name, causal, window_size, max_seqlen_q, max_seqlen_k):
     if max_seqlen_q is not None and right >= max_seqlen_q - 1:  # the first query already reaches the last key
         right = -1
     return bool(causal), RangeWindows.sliding(left + 1) if left >= 0 else None, right if right >= 0 else None
+
+
+def _sides(name, window_size):
+    """(left, right) of a window, -1 for no bound, from a pair of any kind: tuple, list or tensor."""
+    if isinstance(window_size, torch.Tensor):
+        window_size = window_size.tolist()
+    if not isinstance(window_size, (tuple, list)):
+        raise TypeError(f"{name}: window_size is {window_size!r}; want (left, right)")
+    if len(window_size) != 2:
+        raise ValueError(f"{name}: window_size has {len(window_size)} entries; want (left, right)")
+    return tuple(check_integer(name, "window_size", -1 if side is None else side, -1) for side in window_size)
 
 
 class _ForwardOnly(torch.autograd.Function):
@@ -523,7 +534,9 @@ def _rotate(name, x, positions, cos, sin, interleaved):
         if low < 0 or high >= cos.shape[0]:
             raise ValueError(f"{name}: rotary_cos has {cos.shape[0]} positions; want one for {low if low < 0 else high}")
     half = cos.shape[1]
-    cos, sin = (table[positions.long()].unsqueeze(-2).float() for table in (cos, sin))
+    outside = (positions < 0) | (positions >= cos.shape[0])  # on a GPU: NaN shows it, an assertion would end the process
+    row = positions.long().clamp(0, cos.shape[0] - 1)
+    cos, sin = (table[row].float().masked_fill(outside[..., None], float("nan")).unsqueeze(-2) for table in (cos, sin))
     rotated, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
     if interleaved:
         a, b = rotated[..., 0::2], rotated[..., 1::2]
@@ -551,7 +564,7 @@ def _pages_of_sequences(name, k_cache, page_table, cache_batch_idx, batch):
             low, high = (int(n) for n in cache_batch_idx.aminmax())
             if low < 0 or high >= len(table):
                 raise ValueError(f"{name}: cache_batch_idx holds {low if low < 0 else high}; want 0 .. {len(table) - 1}")
-        table = table[cache_batch_idx.long()]
+        table = table[cache_batch_idx.long().clamp(0, max(0, len(table) - 1))]
     if table.shape[0] != batch:
         owner = "page_table" if page_table is not None else "k_cache"
         raise ValueError(f"{name}: {owner} has {table.shape[0]} sequences; want {batch}, those of q, or cache_batch_idx")
@@ -579,13 +592,28 @@ def _check_before_append(q, k_cache, v_cache, table, lengths, scale):
 
 
 def _append(k_cache, v_cache, k, v, table, lengths, cu_seqlens_new):
-    """Write new keys and values behind each sequence, in place."""
-    seq, token = _places(k, cu_seqlens_new)
+    """Write new keys and values behind each sequence, in place. Returns (B,) bool: sequences without room for all of theirs.
+
+    Nothing is written for those, and nothing waits for the device: where a token has no place of its own, its row repeats
+    the write of a token that has one, or writes back what the cache holds.
+    """
+    (num_pages, page_size), num_tokens = k_cache.shape[:2], k.shape[:-2].numel()
+    if not num_tokens or not table.shape[1] or not num_pages:
+        return torch.full_like(lengths, num_tokens > 0, dtype=torch.bool)
+    seq, token = (x.expand(k.shape[:-2]).flatten() for x in _places(k, cu_seqlens_new))
     position = lengths[seq].long() + token
-    page = table[seq, position // k_cache.shape[1]].long()
-    slot = position % k_cache.shape[1]
-    k_cache[page, slot] = k
-    v_cache[page, slot] = v
+    page = table[seq, (position // page_size).clamp(0, table.shape[1] - 1)].long()
+    inside = (position >= 0) & (position < table.shape[1] * page_size) & (page >= 0) & (page < num_pages)
+    lost = torch.zeros_like(lengths).index_add_(0, seq, (~inside).to(lengths.dtype)) > 0
+    written = ~lost[seq]
+    donor = written.int().argmax(0, keepdim=True)  # a token that is written, if there is one
+    some = written[donor]
+    page = torch.where(written, page, torch.where(some, page[donor], 0))
+    slot = torch.where(written, position % page_size, torch.where(some, position[donor] % page_size, 0))
+    for cache, rows in ((k_cache, k), (v_cache, v)):
+        rows = rows.reshape(num_tokens, *rows.shape[-2:])
+        cache[page, slot] = torch.where(written[:, None, None], rows, torch.where(some[:, None, None], rows[donor], cache[0, 0]))
+    return lost
 
 
 def _check_room(name, k_cache, k, table, lengths, cu_seqlens_new):
@@ -608,6 +636,6 @@ def _skip_leftpad(k_cache, v_cache, table, lengths, leftpad):
     """The cache as pages of one token, and a table that starts behind each sequence's padding."""
     page_size = k_cache.shape[1]
     position = leftpad[:, None].long() + torch.arange(table.shape[1] * page_size, device=table.device)
-    position.clamp_(max=table.shape[1] * page_size - 1)  # entries behind the end are not followed
+    position.clamp_(0, table.shape[1] * page_size - 1)  # entries behind the end are not followed
     table = table.gather(1, position // page_size) * page_size + (position % page_size).to(torch.int32)
-    return k_cache.flatten(0, 1)[:, None], v_cache.flatten(0, 1)[:, None], table.to(torch.int32), lengths - leftpad
+    return k_cache.flatten(0, 1)[:, None], v_cache.flatten(0, 1)[:, None], table.to(torch.int32), torch.where(leftpad < 0, -1, lengths - leftpad)

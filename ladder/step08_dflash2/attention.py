@@ -421,7 +421,7 @@ def check_options(tensors, num_heads, causal, windows, softcap, sinks, return_ls
             raise TypeError(f"{RUNG}: softcap is {softcap!r}; want a real number, 0 for none")
         if not 0 <= softcap < math.inf:
             raise ValueError(f"{RUNG}: softcap is {softcap}; want a finite number of at least 0, 0 for none")
-        softcap = float(softcap)
+        softcap = min(max(float(softcap), 1e-10), 1e20) if softcap else 0.0  # beyond, float32 scores cannot tell the difference
     if sinks is not None:
         if not isinstance(sinks, torch.Tensor):
             raise TypeError(f"{RUNG}: sinks is a {type(sinks).__name__}; want a torch.Tensor ({num_heads},), or None")

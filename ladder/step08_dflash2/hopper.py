@@ -264,18 +264,22 @@ def launch_prefill(
             DT=gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16, num_warps=4, **config,
         )  # fmt: skip
         if num_splits > 1:
-            merge_splits(target, target_lse, out4, lse, sinks)
+            merge_splits(target, target_lse, out4, lse, sinks, cu_seqlens_q)
 
 
-def merge_splits(part_out, part_lse, out, lse, sinks):
-    """out = sum_s e^(lse_s - lse) out_s over (splits, B*H*S, Dv) float32 partials; ``out`` is a (B, H, S, Dv) view."""
+def merge_splits(part_out, part_lse, out, lse, sinks, cu_seqlens_q=None):
+    """out = sum_s e^(lse_s - lse) out_s over (splits, B*H*S, Dv) float32 partials; ``out`` is a (B, H, S, Dv) view.
+
+    With cu_seqlens_q, the S rows are packed queries, and those beyond its last entry are left as they are.
+    """
     from .merge_kernel import dflash2_merge_splits
 
     splits, rows, head_dim_v = part_out.shape
     block = max(1, 2048 // (1 << (head_dim_v - 1).bit_length()))
     dflash2_merge_splits[(-(-rows // block),)](
-        part_out, part_lse, out, lse, sinks, *out.stride(), rows, out.shape[1], out.shape[2], splits,
-        HEAD_V=head_dim_v, BLOCK_V=1 << (head_dim_v - 1).bit_length(), BLOCK=block, HAS_SINKS=sinks is not None, HAS_LSE=lse is not None,
+        part_out, part_lse, out, lse, sinks, None if cu_seqlens_q is None else cu_seqlens_q[-1:], *out.stride(), rows, out.shape[1], out.shape[2], splits,
+        HEAD_V=head_dim_v, BLOCK_V=1 << (head_dim_v - 1).bit_length(), BLOCK=block, RAGGED=cu_seqlens_q is not None,
+        HAS_SINKS=sinks is not None, HAS_LSE=lse is not None,
     )  # fmt: skip
 
 

@@ -154,6 +154,9 @@ def dflash2_keys(
                 covered = gl.where((start <= covered) & (end > covered), end, covered)
                 if again == 0:
                     a = gl.maximum(start, p0)
+                    for earlier in gl.static_range(r):  # of two ranges that hold a position the earlier counts
+                        begun, done = dflash2_range(table_ptr, earlier, keys)
+                        a = gl.where((begun <= a) & (a < done), done, a)
                     here = a <= gl.minimum(end - 1, p1)
                     low = gl.where(here, gl.minimum(low, a - gl.load(table_ptr + 4 * r + 3)), low)
                     sink = gl.where(here, gl.maximum(sink, gl.load(table_ptr + 4 * r + 2)), sink)
@@ -367,8 +370,10 @@ def dflash2_produce(
 
 @gluon.jit
 def dflash2_tanh(x):
-    """tanh(x) for x already times 2 log2(e): two units in the last place, which tanh.approx is far from."""
-    return 1.0 - 2.0 / (gl.exp2(x) + 1.0)
+    """tanh of x / (2 log2(e)): two units in the last place of 1, which tanh.approx is far from, and where the result is
+    small a polynomial whose error is relative to it, for the cap multiplies that error."""
+    small = x * (0.34657359 - 0.013876027 * (x * x))
+    return gl.where(gl.abs(x) < 0.0866, small, 1.0 - 2.0 / (gl.exp2(x) + 1.0))
 
 
 @gluon.jit

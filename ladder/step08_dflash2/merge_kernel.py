@@ -6,13 +6,20 @@ import triton.language as tl
 
 @triton.jit
 def dflash2_merge_splits(
-    part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, stride_ob, stride_oh, stride_om, stride_od,
+    part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, used_ptr, stride_ob, stride_oh, stride_om, stride_od,
     rows, num_heads, seqlen_q, num_splits,
-    HEAD_V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    HEAD_V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, RAGGED: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK rows of (batch, head, query), the splits in their order: the same bits on every run."""
+    """BLOCK rows of (batch, head, query), the splits in their order: the same bits on every run.
+
+    RAGGED: only the first of the seqlen_q packed queries, as many as ``used_ptr`` says, belong to a sequence; the other
+    rows of out stay as they are.
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = row < rows
+    if RAGGED:
+        live = live & (row % seqlen_q < tl.load(used_ptr))
     column = tl.arange(0, BLOCK_V)
     head = row // seqlen_q % num_heads
     top = tl.full([BLOCK], float("-inf"), tl.float32)
