@@ -23,6 +23,21 @@ pytestmark = pytest.mark.filterwarnings("default")  # torch warns of its own tra
 
 STARTS = torch.tensor([0, 2, 6], dtype=torch.int32)
 LENGTHS, TABLE = torch.tensor([5, 7], dtype=torch.int32), torch.tensor([[0, 3], [5, 2]], dtype=torch.int32)
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=["pytorch", "interpreter", GPU])
+def path(request, monkeypatch):
+    """Which implementation runs: PyTorch's on the CPU, the kernels in Triton's interpreter, or on the GPU."""
+    if request.param == "interpreter" and torch.cuda.is_available():
+        pytest.skip("kernels are compiled here")
+    monkeypatch.setenv("TRITON_INTERPRET", "1" if request.param == "interpreter" else "0")
+    return request.param
+
+
+def to(path, arguments):
+    """The arguments where ``path`` runs."""
+    return {name: x.cuda() if isinstance(x, torch.Tensor) and path == "gpu" else x for name, x in arguments.items()}
 
 
 def random(*shape):
@@ -92,13 +107,15 @@ def block(decode, mla):
 
     def call(x):
         torch.manual_seed(0)
-        sizes = dict(router=Router(8, 2), dtype=torch.float32)
+        sizes = dict(router=Router(8, 2), dtype=torch.float32, device=x.device)
         if mla:
             made = DFlash2MLABlock(64, 4, qk_nope_head_dim=16, qk_rope_head_dim=8, kv_lora_rank=16, v_head_dim=16, **sizes)
             caches = [random(6, 4, 24)]
         else:
             made, caches = DFlash2AttentionBlock(64, 4, 2, 16, **sizes), [random(6, 4, 2, 16), random(6, 4, 2, 16)]
-        return tuple(made(x, None, *step08.rope_tables(8 if mla else 16, 64), batch(decode), *caches))
+        where = AttentionBatch(**{k: v.to(x.device) if isinstance(v, torch.Tensor) else v for k, v in vars(batch(decode)).items()})
+        cos, sin = step08.rope_tables(8 if mla else 16, 64, device=x.device)
+        return tuple(made(x, None, cos, sin, where, *(cache.to(x.device) for cache in caches)))
 
     return call
 
@@ -124,7 +141,7 @@ ENTRIES = {
     **{f"{'mla ' * mla}block {'decode' if decode else 'prefill'}": (block(decode, mla), lambda decode=decode: dict(x=random(2 if decode else 5, 64)))
        for mla in (False, True) for decode in (False, True)},
 }  # fmt: skip
-FORWARD_ONLY = [name for name in ENTRIES if name[:6] not in ("step01", "step02", "step03", "step04") and not name.endswith(("mass", "cached"))]
+FORWARD_ONLY = [name for name in ENTRIES if name[:6] not in ("step01", "step02", "step03", "step04") and not name.endswith("mass")]
 
 
 def tensors_of(result, arguments):
@@ -133,17 +150,15 @@ def tensors_of(result, arguments):
     return [x if isinstance(x, torch.Tensor) else torch.tensor(x) for x in (*found, *arguments.values()) if isinstance(x, (torch.Tensor, float))]
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["pytorch", "interpreter"])
 @pytest.mark.parametrize("name", ENTRIES)
-def test_autocast_changes_no_bit(name, kernels, monkeypatch):
+def test_autocast_changes_no_bit(name, path):
     """Float32 arguments give the float32 result, in the cache too, whatever precision the caller lets other layers take."""
-    if not kernels and name.startswith(("step05", "step06", "step07")):
+    if path == "pytorch" and name.startswith(("step05", "step06", "step07")):
         pytest.skip("these rungs have kernels only")
-    monkeypatch.setenv("TRITON_INTERPRET", "1" if kernels else "0")
     entry, make = ENTRIES[name]
-    plain, cast = make(), make()
+    plain, cast = to(path, make()), to(path, make())
     want = tensors_of(entry(**plain), plain)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cuda" if path == "gpu" else "cpu", dtype=torch.bfloat16):
         got = tensors_of(entry(**cast), cast)
     assert len(got) == len(want) > 0
     for one, other in zip(got, want):
@@ -187,7 +202,7 @@ def test_forward_mode_derivatives_are_refused(name, monkeypatch):
         entry(**{**arguments, argument: forward_ad.make_dual(arguments[argument], torch.ones_like(arguments[argument]))})
 
 
-@pytest.mark.parametrize("name", [n for n in FORWARD_ONLY if n != "flash_attn"])
+@pytest.mark.parametrize("name", [n for n in FORWARD_ONLY if not n.startswith("flash_attn")])
 def test_gradients_are_refused(name, monkeypatch):
     """FlashAttention's functions may sit in a graph; their backward says the same."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")

@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from ladder import bench_fusion as chains  # noqa: E402
+from ladder.lab import results  # noqa: E402
 from ladder.lab.parity import inside_nan, nan_allocations  # noqa: E402
 from ladder.step07_dflash1 import DecodeWorkspace, group_tokens  # noqa: E402
 from ladder.step08_dflash2 import fusion  # noqa: E402
@@ -882,3 +883,24 @@ def test_compile_cases_cover_every_kernel():
     launched = {kernel.__name__ for _, kernel, _, _ in found}
     assert launched == {"dflash2_qkv_rope_append", "dflash2_rope_append", "dflash2_mla_append", "dflash2_add_norm", "dflash2_norm_router"}
     assert launched <= set(vars(fusion_kernel))
+
+
+# One launch or two
+
+
+def test_a_call_takes_the_way_that_was_measured_to_be_faster():
+    """Per case of the record: the way that the code chooses today, and the one it chose then, within 5 % of the faster one."""
+    cases = {}
+    for row in results.load("step08_fusion")["rows"]:
+        cases.setdefault(tuple(row["case"][name] for name in ("op", "model", "T", "hidden")), {})[row["impl"]] = row
+    compared = 0
+    for (op, model, tokens, hidden), ways in cases.items():
+        if "one_launch" not in ways:
+            continue
+        x = torch.empty(tokens, hidden, dtype=torch.bfloat16, device="meta")
+        one = fusion.few_rows_to_route(x, x) if op == "router" else tokens <= fusion.ONE_LAUNCH_TOKENS
+        chosen, other = ("one_launch", "two_launches") if one else ("two_launches", "one_launch")
+        assert ways[chosen]["ms"]["median"] <= 1.05 * ways[other]["ms"]["median"], (op, model, tokens, chosen)
+        assert ways["step08_dflash2"]["launches"] == ways[chosen]["launches"], (op, model, tokens)
+        compared += 1
+    assert compared >= 8

@@ -1,7 +1,8 @@
 """A whole attention block in step 08's schedule: what a decoder layer does up to its experts, in five launches or six.
 
 add and norm -> projection, rotation, cache -> attention -> output projection -> add, norm, router. Rows are few in decode:
-there the first product, its epilogue and the append are one kernel, and so are norm, gate, choice and counts behind it.
+there the first product, its epilogue and the append are one kernel, and so are norm, gate, choice and counts behind it, as
+far as one kernel was measured to be faster than two: see ``ONE_LAUNCH_TOKENS`` and ``REREAD_BYTES`` in ``fusion``.
 """
 
 from dataclasses import dataclass, fields

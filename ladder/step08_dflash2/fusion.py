@@ -290,7 +290,8 @@ def fused_norm_router(
         renormalize: weights of a token are divided by their sum.
         routed_scaling_factor: on the weights, after that.
         workspace: as in ``fused_qkv_rope_append``.
-        fused: True: one launch, at most ``FEW_TOKENS`` tokens; False: add and norm, then the router; None: by T.
+        fused: True: one launch, at most ``FEW_TOKENS`` tokens; False: add and norm, then the router; None: True while x and
+            residual together are at most ``REREAD_BYTES``, for in one launch every program reads all of them.
 
     Returns:
         normed: (T, hidden). residual_out: (T, hidden), x + residual rounded to their dtype, which is what is normed; x
