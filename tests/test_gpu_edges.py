@@ -148,7 +148,7 @@ def test_rows_of_no_sequence_stay_as_they_are(splits, paged, dims, monkeypatch):
     hopper.plan_prefill.cache_clear()
 
 
-@pytest.mark.parametrize("softcap", [30.0, 1e5, 1e8, 1e20])
+@pytest.mark.parametrize("softcap", [30.0, 256.0, 1e3, 1e5, 1e8, 1e20])
 @pytest.mark.parametrize("dtype", [torch.float16, BF16, torch.float32], ids=str)
 @pytest.mark.parametrize("entry", ["prefill", "decode"])
 def test_softcaps_of_any_size(softcap, dtype, entry):
@@ -221,7 +221,8 @@ def test_appending_past_the_page_table_in_a_graph():
         graph.replay()
         for b in range(3):
             assert out[b].isnan().all() if b in lost else out[b].isfinite().all(), (lengths, b)
-        assert int((v_cache != before).any(-1).any(-1).sum()) <= 3 - len(lost)
+        changed = (v_cache != before) & ~(v_cache.isnan() & before.isnan())
+        assert int(changed.any(-1).any(-1).sum()) <= 3 - len(lost)
 
 
 def test_rows_of_the_cache_and_positions_that_are_not_there():

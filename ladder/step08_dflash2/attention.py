@@ -21,6 +21,7 @@ from .windows import RangeWindows
 RUNG = "step08_dflash2"
 MAX_HEAD_DIM = 256
 arch = functools.cache(capability)
+LARGE_SOFTCAP = 256.0
 FAR_RIGHT = 1 << 29  # keys to the right that no sequence has: as many as all
 
 
@@ -329,7 +330,7 @@ def _launch(
             num_tiles, num_heads, group, num_seqs, seqlen_q, seqlen_k, lse_stride, right or 0, scale_log2, cap_scale,
             HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, PAGE_SIZE=page_size,
             CAUSAL=right == 0, HAS_RIGHT=right is not None, NUM_RANGES=0 if windows is None else len(windows),
-            SOFTCAP=softcap > 0, HAS_SINKS=sinks is not None, SIGN=sign, HAS_LSE=lse is not None, RAGGED=ragged,
+            SOFTCAP=softcap_kind(softcap, q.dtype), HAS_SINKS=sinks is not None, SIGN=sign, HAS_LSE=lse is not None, RAGGED=ragged,
             **layout_of(k, v), **config,
         )  # fmt: skip
 
@@ -354,6 +355,14 @@ def scale_factors(scale, softcap):
     sign = 0 if abs(scale) < 1e-37 else 1 if scale > 0 else -1  # below that, float32 rounds the scale to 0
     size = abs(scale) if sign else 1.0
     return (sign, softcap * LOG2_E, size / softcap) if softcap > 0 else (sign, size * LOG2_E, 1.0)
+
+
+def softcap_kind(softcap, dtype):
+    """What a kernel does about a softcap: 0 nothing, 1 a tanh that is exact to a unit of 1, 2 one that is exact where it is small.
+
+    The cap multiplies the error of its tanh, 1e-7: up to ``LARGE_SOFTCAP`` no 16-bit result shows that. Models' caps are 30 and 50.
+    """
+    return 0 if softcap == 0 else 1 if softcap <= LARGE_SOFTCAP and dtype != torch.float32 else 2
 
 
 # Checks

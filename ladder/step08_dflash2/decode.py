@@ -19,6 +19,7 @@ from .attention import (
     device_code,
     hopper_code,
     scale_factors,
+    softcap_kind,
 )
 from .windows import UNLIMITED, RangeWindows
 
@@ -330,7 +331,7 @@ def _launch_decode(
             GROUP=group, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, PAGE_SIZE=page_size, V_IS_K=latent, SCHEDULE=kind,
             SPLIT=split, BLOCK_B=_block_b(batch), NUM_RANGES=0 if windows is None else len(windows),
             LIMIT_RIGHT=right is not None and q_len > 1,  # the last token sees every key: a length ends there
-            SOFTCAP=softcap > 0, HAS_SINKS=sinks is not None, SIGN=sign, HAS_LSE=lse is not None,
+            SOFTCAP=softcap_kind(softcap, q.dtype), HAS_SINKS=sinks is not None, SIGN=sign, HAS_LSE=lse is not None,
             **layout(k_cache, v_cache), **plan.merge, **config,
         )  # fmt: skip
 

@@ -162,7 +162,7 @@ def dflash2_decode_tile(
         scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision=PRECISION)
 
     if SOFTCAP:  # scale_log2 is then the cap, in powers of 2
-        scores = dflash2_tanh(scores * cap_scale)
+        scores = dflash2_tanh(scores * cap_scale, SOFTCAP == 2)
     scores = tl.where(visible, scores, float("-inf"))
     # The maximum is kept scaled, so that one multiply-add prepares each exponent.
     new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale_log2)

@@ -216,6 +216,7 @@ def launch_prefill(
     """
     from triton.experimental.gluon import language as gl
 
+    from .attention import softcap_kind
     from .hopper_kernel import dflash2_prefill_hopper
 
     ragged, page_size = cu_seqlens_q is not None, 0
@@ -259,7 +260,7 @@ def launch_prefill(
             seqlen_q, seqlen_k, num_heads, group, num_seqs, num_m, section, num_splits, work, right or 0,
             2 * LOG2_E * positive / softcap if softcap else positive * LOG2_E, softcap * LOG2_E,
             D1=d1, D2=d2, V1=v1, V2=v2, HEAD_V=head_dim_v, HAS_RIGHT=right is not None, RAGGED=ragged, PAGE=page_size,
-            NUM_RANGES=0 if windows is None else len(windows), CAP=softcap > 0, NEGATIVE=scale < 0,
+            NUM_RANGES=0 if windows is None else len(windows), CAP=softcap_kind(softcap, q.dtype), NEGATIVE=scale < 0,
             HAS_SINKS=sinks is not None, HAS_LSE=target_lse is not None, SPLIT=num_splits > 1,
             DT=gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16, num_warps=4, **config,
         )  # fmt: skip

@@ -7,13 +7,17 @@ from ladder.step07_dflash1.kernel import dflash1_find, dflash1_key_rows
 
 
 @triton.jit
-def dflash2_tanh(x):
-    """tanh by one exponential, which never overflows. Where it is small, a polynomial keeps the error relative to it: a cap
-    of 1e8 multiplies that error, and float32 numbers near 1 are 6e-8 apart."""
+def dflash2_tanh(x, EXACT: tl.constexpr):
+    """tanh by one exponential, which never overflows; its error is a unit in the last place of 1.
+
+    EXACT: also relative to a small result, by a polynomial there.
+    """
     y = 2.0 / (1.0 + tl.exp2(tl.abs(x) * -2.8853900817779268)) - 1.0  # 2 log2(e)
     y = tl.where(x < 0, -y, y)
-    square = tl.minimum(x * x, 1.0)  # or the polynomial of a large x overflows, though nobody takes it
-    return tl.where(square < 0.01, x * (1.0 + square * (-0.33333333 + square * 0.13333333)), y)
+    if EXACT:
+        square = tl.minimum(x * x, 1.0)  # or the polynomial of a large x overflows, though nobody takes it
+        y = tl.where(square < 0.01, x * (1.0 + square * (-0.33333333 + square * 0.13333333)), y)
+    return y
 
 
 @triton.jit
@@ -67,7 +71,7 @@ def dflash2_tile(
         scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision=PRECISION)
 
     if SOFTCAP:
-        scores = dflash2_tanh(scores * cap_scale)
+        scores = dflash2_tanh(scores * cap_scale, SOFTCAP == 2)
     if MASKED:
         visible = (key < end)[None, :]
         if HAS_RIGHT:
