@@ -360,3 +360,45 @@ def test_signatures_of_the_installed_flash_attention(name):
     wanted = list(inspect.signature(getattr(theirs, name)).parameters)
     parameters = inspect.signature(getattr(fa, name)).parameters.values()
     assert [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY][: len(wanted)] == wanted
+
+
+@pytest.mark.parametrize("window", [(3, 0), [3, 0], torch.tensor([3, 0]), torch.tensor([3, 0], dtype=torch.int32)], ids=["tuple", "list", "int64", "int32"])
+def test_a_window_is_any_pair(window):
+    q, k, v = (make(2, 9, 2, 16, device=CPU, dtype=torch.float32, seed=s) for s in range(3))
+    want = fa.flash_attn_func(q, k, v, window_size=(3, 0))
+    assert torch.equal(fa.flash_attn_func(q, k, v, window_size=window), want)
+    cu = torch.tensor([0, 9, 18], dtype=torch.int32)
+    packed = (x.flatten(0, 1) for x in (q, k, v))
+    torch.testing.assert_close(fa.flash_attn_varlen_func(*packed, cu, cu, 9, 9, window_size=window), want.flatten(0, 1))
+    torch.testing.assert_close(fa.flash_attn_with_kvcache(q, k, v, window_size=window), want)
+    for bad in (torch.tensor(3), torch.tensor([1.0, 2.0])):
+        with pytest.raises(TypeError, match="window_size"):
+            fa.flash_attn_func(q, k, v, window_size=bad)
+    with pytest.raises(ValueError, match="window_size has 3 entries"):
+        fa.flash_attn_func(q, k, v, window_size=torch.tensor([1, 2, 3]))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("lengths, lost", [((2, 3), (False, False)), ((2, 7), (False, True)), ((8, 7), (True, True)), ((-1, 0), (True, False)), ((2, 4), (False, True))])
+def test_append_writes_all_of_a_sequence_or_nothing(packed, lengths, lost):
+    """What a GPU does, where nobody can look at the lengths first. The last page of the second sequence is not one of the cache."""
+    table, lens = torch.tensor([[5, 2], [0, 99]], dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
+    k_cache, v_cache = (torch.randn(6, 4, 2, 8, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
+    new_k, new_v = torch.randn(2, 3 if lengths[1] == 7 else 1, 2, 8), torch.randn(2, 3 if lengths[1] == 7 else 1, 2, 8)
+    count = new_k.shape[1]
+    want_k, want_v = k_cache.clone(), v_cache.clone()
+    for b in range(2):
+        for i in range(0 if lost[b] else count):
+            place = int(table[b, (lengths[b] + i) // 4]), (lengths[b] + i) % 4
+            want_k[place], want_v[place] = new_k[b, i], new_v[b, i]
+    cu = torch.tensor([0, count, 2 * count], dtype=torch.int32) if packed else None
+    rows = [x.flatten(0, 1) if packed else x for x in (new_k, new_v)]
+    assert fa._append(k_cache, v_cache, *rows, table, lens, cu).tolist() == list(lost)
+    assert torch.equal(k_cache, want_k) and torch.equal(v_cache, want_v)
+
+
+def test_append_without_any_room():
+    cache, table = torch.zeros(0, 4, 1, 8), torch.zeros(2, 3, dtype=torch.int32)
+    assert fa._append(cache, cache, torch.ones(2, 1, 1, 8), torch.ones(2, 1, 1, 8), table, torch.zeros(2, dtype=torch.int32), None).all()
+    nothing = torch.ones(2, 0, 1, 8)
+    assert not fa._append(cache, cache, nothing, nothing, table, torch.zeros(2, dtype=torch.int32), None).any()

@@ -90,10 +90,11 @@ def watch(attention, q, k, v, **options):
     Raises:
         ValueError: the function has no loop over key tiles.
     """
-    sweeps = _key_loops(attention)
+    function = inspect.unwrap(attention)
+    sweeps = _key_loops(function)
     if not sweeps:
         raise ValueError(f"{attention.__module__}.attention has no loop 'for k0 in ...'; want steps 02 to 04")
-    watcher = _Watcher(attention.__code__, sweeps)
+    watcher = _Watcher(function.__code__, sweeps)
     before = sys.gettrace()
     with watcher.traffic:
         sys.settrace(watcher.on_call)

@@ -12,6 +12,10 @@ arithmetic needs 3.
 Still slow because: memory grows with S^2 and almost all time goes into moving a matrix that nobody asked for.
 """
 
+from ladder.contract import outside_autocast
+
 from .attention import attention, bytes_moved
+
+attention = outside_autocast(attention)
 
 __all__ = ["attention", "bytes_moved"]

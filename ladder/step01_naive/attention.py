@@ -2,10 +2,9 @@
 
 import torch
 
-from ladder.contract import check_attention, outside_autocast
+from ladder.contract import check_attention
 
 
-@outside_autocast
 def attention(q, k, v, *, causal=False, scale=None):
     """softmax(scale * q k^T) v.
 

@@ -2,13 +2,12 @@
 
 import torch
 
-from ladder.contract import check_attention, outside_autocast
+from ladder.contract import check_attention
 
 TILE_Q = 4096  # large: every tile costs PyTorch a dozen launches or more
 TILE_K = 256
 
 
-@outside_autocast
 def attention(q, k, v, *, causal=False, scale=None, tile_q=TILE_Q, tile_k=TILE_K):
     """softmax(scale * q k^T) v without an Sq x Sk matrix in memory.
 

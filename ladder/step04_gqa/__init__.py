@@ -14,6 +14,11 @@ Still slow because: each tile still leaves the chip between PyTorch's kernels. N
 that; the next rung leaves PyTorch.
 """
 
+from ladder.contract import outside_autocast
+
 from .attention import attention, attention_varlen, bytes_moved
+
+attention = outside_autocast(attention)
+attention_varlen = outside_autocast(attention_varlen)
 
 __all__ = ["attention", "attention_varlen", "bytes_moved"]

@@ -2,13 +2,12 @@
 
 import torch
 
-from ladder.contract import check_attention, check_cu_seqlens, outside_autocast
+from ladder.contract import check_attention, check_cu_seqlens
 
 TILE_Q = 4096  # large: every tile costs PyTorch a dozen launches or more
 TILE_K = 256
 
 
-@outside_autocast
 def attention(q, k, v, *, causal=False, scale=None, return_lse=False, tile_q=TILE_Q, tile_k=TILE_K):
     """softmax(scale * q k^T) v in one pass, with grouped heads.
 
@@ -76,7 +75,6 @@ def tile_scores(q_tile, k_tile, q0, k0, group, causal, offset):
     return scores
 
 
-@outside_autocast
 def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *, causal=False, scale=None, return_lse=False):
     """Attention over a ragged batch: sequences of different lengths packed one after another, no padding.
 

@@ -8,7 +8,14 @@ import os
 
 import torch
 
-from ladder.contract import check_attention, check_cu_seqlens, check_flag, check_integer, check_no_overlap, kernel_entry
+from ladder.contract import (
+    check_attention,
+    check_cu_seqlens,
+    check_flag,
+    check_integer,
+    check_no_overlap,
+    kernel_entry,
+)
 from ladder.step05_fused.attention import LOG2_E
 from ladder.step06_paged.cache import check_paged
 from ladder.step07_dflash1.attention import arch as capability

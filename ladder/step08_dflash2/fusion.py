@@ -12,7 +12,14 @@ import numbers
 
 import torch
 
-from ladder.contract import FLOATS, check_flag, check_integer, check_no_overlap, kernel_entry, outside_autocast
+from ladder.contract import (
+    FLOATS,
+    check_flag,
+    check_integer,
+    check_no_overlap,
+    kernel_entry,
+    outside_autocast,
+)
 from ladder.step06_paged.attention import processors
 from ladder.step07_dflash1 import DecodeWorkspace
 
