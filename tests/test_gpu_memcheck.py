@@ -24,6 +24,7 @@ CASES = {
     "prefill": ({"dflash2_prefill_hopper"}, True),
     "prefill 192/128 with windows": ({"dflash2_prefill_hopper"}, True),
     "prefill from pages, split": ({"dflash2_prefill_hopper", SPLIT}, True),
+    "prefill with ranges that overlap": ({"dflash2_prefill_hopper"}, True),
     "portable prefill": ({"dflash2_prefill"}, False),
     "decode": ({"dflash2_decode_hopper"}, True),
     "decode, 4 tokens": ({"dflash2_decode_hopper"}, True),
@@ -36,6 +37,7 @@ CASES = {
     "MLA append": ({"dflash2_mla_append"}, False),
     "router": ({"dflash2_norm_router"}, False),
     "add and norm": ({"dflash2_add_norm"}, False),
+    "appending past the page table": ({"dflash2_decode_hopper"}, True),
 }
 
 
@@ -46,7 +48,8 @@ def run_case(name):
 
     from ladder import bench_fusion
     from ladder.lab.decode import DecodeProblem
-    from ladder.step08_dflash2 import RangeWindows, decode, dflash2_attention, fusion, hopper
+    from ladder.integrations.flash_attn import flash_attn_with_kvcache
+    from ladder.step08_dflash2 import Range, RangeWindows, decode, dflash2_attention, fusion, hopper
 
     launched = set()
     triton.knobs.runtime.launch_enter_hook.add(lambda metadata: launched.add(metadata.get()["name"]))
@@ -67,6 +70,9 @@ def run_case(name):
     elif name == "prefill 192/128 with windows":
         windows = RangeWindows.sink_window(20, 130)
         dflash2_attention(rows(4, 400, 192), rows(4, 400, 192), rows(4, 400, 128), causal=True, windows=windows)
+    elif name == "prefill with ranges that overlap":
+        windows = RangeWindows([Range(0, 90, 20, 30), Range(-400, -333, 3, 4), Range(-300, -20, 0, 77)])
+        dflash2_attention(rows(4, 333, 128), rows(2, 333, 128), rows(2, 333, 128), causal=True, windows=windows)
     elif name == "prefill from pages, split":
         problem, inputs = paged(q_len=40)
         q = inputs.q.flatten(0, 1)
@@ -96,6 +102,12 @@ def run_case(name):
     elif name == "router":
         args, options = fused("router", 1000, 33, E=72, top_k=6)
         fusion.fused_norm_router(*args, **options, fused=True)
+    elif name == "appending past the page table":
+        problem, inputs = paged()
+        lens = torch.tensor([problem.capacity, 7, 2**31 - 1], device=device, dtype=torch.int32)
+        new = [torch.randn(3, 2, 8, 128, device=device, dtype=dtype) for _ in range(2)]
+        q, page_table = torch.randn(3, 2, 32, 128, device=device, dtype=dtype), inputs.block_table
+        flash_attn_with_kvcache(q, inputs.k_cache, inputs.v_cache, *new, cache_seqlens=lens, page_table=page_table, causal=True)
     else:
         x = torch.randn(33, 1000, device=device, dtype=dtype)
         fusion.fused_add_norm(x, torch.randn_like(x), torch.ones(1000, device=device, dtype=dtype))

@@ -40,7 +40,8 @@ def dflash2_attention(
     Args:
         q: (B, Hq, Sq, D). k: (B, Hkv, Sk, D). v: (B, Hkv, Sk, Dv). float16, bfloat16 or float32, any strides, head sizes
             up to 256. Hq is any multiple of Hkv; query head h reads KV head h // (Hq // Hkv). On a CUDA device, or on the
-            CPU: by the kernels when Triton's interpreter is on, by PyTorch otherwise.
+            CPU: by the kernels when Triton's interpreter is on, by PyTorch otherwise. Their dtype decides, under
+            ``torch.autocast`` too.
         causal: query i sees keys j <= i + Sk - Sq (aligned to the bottom right).
         scale: factor on the scores; None is 1/sqrt(D).
         windows: ``RangeWindows``, which keys each range of queries sees; tiles outside are neither loaded nor computed.
@@ -56,7 +57,8 @@ def dflash2_attention(
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what is wanted.
-        NotImplementedError: head sizes above 256; gradients (step 04 is differentiable).
+        NotImplementedError: head sizes above 256; gradients, forward-mode derivatives and ``torch.func`` transforms (step 04
+            is differentiable).
 
     Source: Dao, "FlashAttention-2", algorithm 1; softcap: Gemma Team, "Gemma 2", section 2; learned sinks: OpenAI,
     "gpt-oss-120b & gpt-oss-20b Model Card", section 2.2.
