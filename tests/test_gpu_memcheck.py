@@ -47,8 +47,8 @@ def run_case(name):
     import triton
 
     from ladder import bench_fusion
-    from ladder.lab.decode import DecodeProblem
     from ladder.integrations.flash_attn import flash_attn_with_kvcache
+    from ladder.lab.decode import DecodeProblem
     from ladder.step08_dflash2 import Range, RangeWindows, decode, dflash2_attention, fusion, hopper
 
     launched = set()

@@ -5,6 +5,7 @@ it; ``test_rungs.py`` shows that the rung itself passes these cases.
 """
 
 import importlib
+import inspect
 import itertools
 import shutil
 import sys
@@ -184,7 +185,7 @@ def plant(tmp_path, monkeypatch):
         file.write_text(text.replace(mutant.old, mutant.new))
         importlib.invalidate_caches()
         module = importlib.import_module(package)
-        assert Path(module.attention.__code__.co_filename).parent == tmp_path / package
+        assert Path(inspect.unwrap(module.attention).__code__.co_filename).parent == tmp_path / package
         return module
 
     yield plant
