@@ -154,7 +154,7 @@ MUTANTS = (
            "a range from the end", "prefill_kernel.py"),
     Mutant(8, "NaN before the window is loaded", "live = live & ((key >= first_key) | (key < last_sink))", "pass", "NaN before the window",
            "prefill_kernel.py"),
-    Mutant(8, "softcap after the scale alone", "dflash2_tanh(scores * cap_scale, PRECISION)", "dflash2_tanh(scores, PRECISION)", "softcap",
+    Mutant(8, "softcap after the scale alone", "dflash2_tanh(scores * cap_scale, SOFTCAP == 2)", "dflash2_tanh(scores, SOFTCAP == 2)", "softcap",
            "prefill_kernel.py"),
     Mutant(8, "learned sink counted as a key with a value of its own maximum", 'row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)',
            "row_sum = tl.zeros([BLOCK_M], tl.float32)", "learned sinks", "prefill_kernel.py"),
