@@ -259,7 +259,7 @@ class Fused:
     def append_latent(self, latent, attention, cos, sin, batch, cache, q_rope, q_nope, out=None):
         return self.step08.fused_mla_append(
             latent, attention.latent_norm, cos, sin, batch.positions, cache, batch.slots, q_rope, q_nope=q_nope,
-            norm_eps=attention.config.eps, interleaved=False, out=out, workspace=self.workspace,
+            norm_eps=attention.latent_eps, interleaved=False, out=out, workspace=self.workspace,
         )  # fmt: skip
 
 

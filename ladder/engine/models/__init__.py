@@ -1,12 +1,15 @@
 """The models that the engine serves: what each weighs, what it caches for a token, and how its weights and text are read."""
 
-import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ladder.contract import check_integer
+
+from ..checks import read_json
 from . import deepseek_v2, tiny_moe
 
 NAMES = ("tiny-moe", "deepseek-v2-lite", "mla-dense")
@@ -87,14 +90,17 @@ class Spec:
             model = tiny_moe.load(self.source, dtype, device)
         return self.parallel.shrink(model) if self.parallel else model
 
-    @property
+    @cached_property
     def end(self):
-        """Token ids that end a text."""
+        """Token ids that end a text: those that generation_config.json names, else those of config.json."""
         if not self.latent:
             return (tiny_moe.END,)
-        path = self.source / "config.json" if self.source else None
-        ids = json.loads(path.read_text()).get("eos_token_id") if path else None
-        return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+        files = [self.source / name for name in ("generation_config.json", "config.json")] if self.source else []
+        for path in files:
+            ids = read_json(self.name, path).get("eos_token_id") if path.is_file() else None
+            if ids is not None:
+                return tuple(check_integer(self.name, f"eos_token_id in {path}", n, 0) for n in (ids if isinstance(ids, list) else [ids]))
+        return ()
 
     def tokenizer(self):
         """Something with ``encode(text)`` to ids and ``decode(ids)`` to text.
@@ -140,7 +146,7 @@ def find(name, checkpoint=None):
     """The ``Spec`` of a model by name; ``checkpoint`` is a folder (deepseek-v2-lite) or file (tiny-moe) of weights.
 
     Raises:
-        ValueError: there is no such model. FileNotFoundError: there are no such weights.
+        TypeError, ValueError: there is no such model, or its files say what it cannot be. FileNotFoundError: there are no such weights.
     """
     if name == "tiny-moe":
         path = Path(checkpoint or tiny_moe.WEIGHTS)
@@ -156,5 +162,7 @@ def find(name, checkpoint=None):
         if not (folder / "config.json").is_file():
             raise FileNotFoundError(f"{name}: no config.json in {folder}; want a folder with the public checkpoint")
         deepseek_v2.checkpoint_files(folder)
-        return Spec(name, deepseek_v2.DeepseekV2Config.from_json(folder / "config.json"), folder)
+        spec = Spec(name, deepseek_v2.DeepseekV2Config.from_json(folder / "config.json"), folder)
+        spec.end  # now, so that a broken file is told before anything is loaded
+        return spec
     raise ValueError(f"model is {name!r}; want one of {', '.join(NAMES)}")
