@@ -279,7 +279,7 @@ def test_the_defaults_are_those_of_transformers():
 def test_a_configuration_that_the_model_lacks_is_refused(changes, words, checkpoint, tmp_path):
     config = {**json.loads((checkpoint[0] / "config.json").read_text()), **changes}
     (tmp_path / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
-    with pytest.raises((TypeError, ValueError), match=words):
+    with pytest.raises(ValueError, match=words):
         deepseek_v2.DeepseekV2Config.from_json(tmp_path / "config.json")
 
 
@@ -289,9 +289,9 @@ def test_a_configuration_that_the_model_lacks_is_refused(changes, words, checkpo
     ({"eos_token_id": [7, 8]}, {"temperature": 0.3}, (7, 8)),
     ({"eos_token_id": 7}, None, (7,)),
     ({"eos_token_id": None}, {"eos_token_id": None}, ()),
-    ({"eos_token_id": 7}, {"eos_token_id": "</s>"}, r"eos_token_id in .*generation_config.json is '</s>'; want an integer"),
-    ({"eos_token_id": 7}, {"eos_token_id": [2, -1]}, r"eos_token_id in .*generation_config.json is -1; want an integer of at least 0"),
-    ({"eos_token_id": True}, None, r"eos_token_id in .*/config.json is True; want an integer"),
+    ({"eos_token_id": 7}, {"eos_token_id": "</s>"}, r"eos_token_id in .*generation_config.json is '</s>'; want a token id"),
+    ({"eos_token_id": 7}, {"eos_token_id": [2, -1]}, r"eos_token_id in .*generation_config.json is \[2, -1\]; want a token id"),
+    ({"eos_token_id": True}, None, r"eos_token_id in .*/config.json is True; want a token id"),
     ({"eos_token_id": 7}, [2, 5], "generation_config.json holds a list; want a JSON object"),
     ({"eos_token_id": 7}, "{", "generation_config.json is no JSON"),
 ])  # fmt: skip
@@ -304,7 +304,7 @@ def test_what_ends_a_text(ours, generation, end, checkpoint, tmp_path):
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(generation if isinstance(generation, str) else json.dumps(generation))
     if isinstance(end, str):
-        with pytest.raises((TypeError, ValueError), match=end):
+        with pytest.raises(ValueError, match=end):
             find("deepseek-v2-lite", tmp_path)
     else:
         assert find("deepseek-v2-lite", tmp_path).end == end

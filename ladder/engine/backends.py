@@ -188,6 +188,8 @@ class DFlash2(Backend):
     def __init__(self, device, windows=None):
         import ladder.step08_dflash2 as step08
 
+        if not isinstance(windows, (step08.RangeWindows, type(None))):
+            raise TypeError(f"backend step08: windows is {windows!r}; want RangeWindows, or None for every key")
         self.name, self.module, self.windows = "step08_dflash2", step08, windows
         self.workspace = step08.DecodeWorkspace(device)
         self.finds = torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)

@@ -92,7 +92,9 @@ class PagedKVCache:
         Raises:
             TypeError: ``k`` or ``v`` is no tensor, or a sequence number no integer.
             ValueError: shapes, dtypes or sequence numbers that do not fit, or a sequence longer than its table row.
-            MemoryError: the pool has too few free pages. Nothing is stored then.
+            MemoryError: the pool has too few free pages.
+
+        After any exception the sequences are as they were before.
         """
         for name, x, pages in (("k", k, self.k_pages), ("v", v, self.v_pages)):
             wanted = ("n", "t", *pages.shape[2:])
@@ -117,9 +119,18 @@ class PagedKVCache:
         needed = sum(max(0, -(-(self.length(s) + new) // self.page_size) - len(self._pages[s])) for s in seqs)
         if needed > len(self._free):
             raise MemoryError(f"PagedKVCache: {new} more tokens need {needed} pages; {len(self._free)} are free")
-        for s in seqs:
-            self.allocate(s, new)
-        self.write(k, v, seqs)
+        before = [(s, self._lengths[s], len(self._pages[s])) for s in seqs]
+        try:
+            for s in seqs:
+                self.allocate(s, new)
+            self.write(k, v, seqs)
+        except BaseException:
+            grown = [(s, held) for s, _, held in before if len(self._pages[s]) > held]
+            for s, length, held in reversed(before):
+                self._give_back(s, length, held)
+            for s, held in grown:  # the device last: it may be what failed
+                self.block_table[s, held:].fill_(-1)
+            raise
 
     def write(self, k, v, seqs):
         """The device half of ``append``: store into slots taken before, and advance ``seq_lens``.
@@ -137,16 +148,21 @@ class PagedKVCache:
     def free(self, seq):
         """Forget sequence ``seq`` and give its pages back."""
         seq = self._check_seq(seq)
-        self._free += reversed(self._pages[seq])
-        self._pages[seq], self._lengths[seq] = [], 0
         self.block_table[seq].fill_(-1)
         self.seq_lens[seq] = 0
+        self._give_back(seq, 0, 0)  # the books last: after an error above the pages are still the sequence's, to be freed again
 
     def read(self, seq):
         """Sequence ``seq`` as contiguous k (length, Hkv, D) and v (length, Hkv, Dv), for tests and lessons."""
         seq = self._check_seq(seq)
         pages = torch.tensor(self._pages[seq], dtype=torch.int64, device=self.k_pages.device)
         return tuple(x[pages].flatten(0, 1)[: self._lengths[seq]] for x in (self.k_pages, self.v_pages))
+
+    def _give_back(self, seq, length, held):
+        """In the books alone: sequence ``seq`` has ``length`` tokens and its first ``held`` pages."""
+        self._free += reversed(self._pages[seq][held:])
+        del self._pages[seq][held:]
+        self._lengths[seq] = length
 
     def _check_length(self, seq, new):
         length = self._lengths[seq] + new

@@ -9,7 +9,7 @@ import torch
 
 from ladder.contract import check_integer
 
-from ..checks import read_json
+from ..checks import check_number, read_json
 from . import deepseek_v2, tiny_moe
 
 NAMES = ("tiny-moe", "deepseek-v2-lite", "mla-dense")
@@ -32,6 +32,18 @@ class Spec:
     std: float = 0.02
     parallel: Any = field(default=None, compare=False)
     router_bias: Any = field(default=None, compare=False)
+
+    def __post_init__(self):
+        if not isinstance(self.config, (deepseek_v2.DeepseekV2Config, tiny_moe.TinyMoEConfig)):
+            raise TypeError(f"engine: config is a {type(self.config).__name__}; want a DeepseekV2Config or TinyMoEConfig")
+        if not isinstance(self.source, (str, Path, type(None))):
+            raise TypeError(f"engine: source is {self.source!r}; want the path of weights, or None for random ones")
+        object.__setattr__(self, "source", None if self.source is None else Path(self.source))
+        check_integer("engine", "seed", self.seed, 0)
+        check_number("engine", "std", self.std)
+        wanted = (self.config.num_layers - getattr(self.config, "num_dense", 0), self.config.num_experts)
+        if self.router_bias is not None and (found := tuple(torch.as_tensor(self.router_bias).shape)) != wanted:
+            raise ValueError(f"engine: router_bias has shape {found}; want {wanted}, (MoE layers, experts), or None")
 
     @property
     def latent(self):
@@ -99,7 +111,10 @@ class Spec:
         for path in files:
             ids = read_json(self.name, path).get("eos_token_id") if path.is_file() else None
             if ids is not None:
-                return tuple(check_integer(self.name, f"eos_token_id in {path}", n, 0) for n in (ids if isinstance(ids, list) else [ids]))
+                found = ids if isinstance(ids, list) else [ids]
+                if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in found):
+                    raise ValueError(f"{self.name}: eos_token_id in {path} is {ids!r}; want a token id, or a list of them")
+                return tuple(found)
         return ()
 
     def tokenizer(self):
@@ -146,7 +161,7 @@ def find(name, checkpoint=None):
     """The ``Spec`` of a model by name; ``checkpoint`` is a folder (deepseek-v2-lite) or file (tiny-moe) of weights.
 
     Raises:
-        TypeError, ValueError: there is no such model, or its files say what it cannot be. FileNotFoundError: there are no such weights.
+        ValueError: there is no such model, or its files say what it cannot be. FileNotFoundError: there are no such weights.
     """
     if name == "tiny-moe":
         path = Path(checkpoint or tiny_moe.WEIGHTS)

@@ -96,7 +96,7 @@ class DeepseekV2Config:
         """The configuration of a checkpoint folder. What the file does not say is what it is in transformers.
 
         Raises:
-            TypeError, ValueError: it is another architecture, one with a feature that this model lacks, or no configuration.
+            ValueError: it is another architecture, one with a feature that this model lacks, or no configuration.
         """
         c = read_json(NAME, path)
         for name, (missing, wanted) in FIXED.items():
@@ -109,7 +109,10 @@ class DeepseekV2Config:
         old, new = c.get("rope_scaling"), c.get("rope_parameters")  # the second since transformers 5
         if old and new and old != new:
             raise ValueError(f"{NAME}: {path} has rope_scaling {old!r} and rope_parameters {new!r}; want one of them")
-        return cls(**sizes, rope=old or new)
+        try:
+            return cls(**sizes, rope=old or new)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{error}; read from {path}") from error
 
 
 def rope_table(config, length, device=None):
@@ -343,11 +346,14 @@ def checkpoint_files(folder):
     """The safetensors files of a checkpoint, by its index where it has one.
 
     Raises:
-        FileNotFoundError: naming the file that is not there.
+        FileNotFoundError: naming the file that is not there. ValueError: the index is none.
     """
     index = Path(folder) / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(read_json(NAME, index)["weight_map"].values()))
+        weight_map = read_json(NAME, index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{NAME}: weight_map in {index} is {weight_map!r}; want an object of tensors and their files")
+        names = sorted(set(weight_map.values()))
     else:
         names = ["model.safetensors"]
     for name in names:

@@ -187,7 +187,10 @@ def read_config(path=WEIGHTS):
         raise ValueError(f"tiny-moe: {path} is no safetensors file ({error}); want a file that train_tiny_moe wrote") from error
     if "config" not in metadata:
         raise ValueError(f"tiny-moe: {path} holds no configuration; want a file that train_tiny_moe wrote")
-    return TinyMoEConfig(**json.loads(metadata["config"]))
+    try:
+        return TinyMoEConfig(**json.loads(metadata["config"]))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"tiny-moe: {path} holds no configuration of it ({error}); want a file that train_tiny_moe wrote") from error
 
 
 def load(path=WEIGHTS, dtype=torch.float32, device="cpu"):
