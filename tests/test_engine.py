@@ -363,6 +363,28 @@ def test_replayed_decode_pads_and_follows_pages(model, monkeypatch):
         assert not part[:, 0].isnan().any()
 
 
+def test_a_replay_that_fails_leaves_no_state_to_go_on_from(monkeypatch):
+    """The token that the failed replay should have made comes from a larger graph; the small one is then a token behind."""
+    monkeypatch.setattr("ladder.engine.runner.DecodeGraph.capture", capture)
+    served = replays(engine(TINY, "step04"))
+    number = served.submit([1, 2, 3], greedy(12))
+    for _ in range(4):
+        served.step()
+
+    def replay():
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.runner.graphs[1].graph, "replay", replay)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            served.step()
+    served.submit([4, 5], greedy(2))
+    while served.busy:
+        served.step()
+    assert set(served.runner.graphs) == {1, 2}
+    assert served.requests[number].output == engine(TINY).generate([[1, 2, 3]], greedy(12))[0]
+
+
 class Corrected:
     """Another rank whose tokens count, and which chose otherwise now and then."""
 
