@@ -557,7 +557,7 @@ YARN = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 64}
     (dict(theta=500.0, scaling={"rope_type": "default", "rope_theta": 1e6}), r"theta is 500.0 and scaling\['rope_theta'\] is 1000000.0"),
     (dict(scaling={"rope_theta": "1e6"}), r"scaling\['rope_theta'\] is '1e6'; want a positive number"),
     (dict(scaling={"rope_type": "default", "type": "linear"}), "rope_type 'default' and type 'linear'; want one of them"),
-    (dict(scaling={"partial_rotary_factor": 0.5}), "partial_rotary_factor other than 1; want none, for head_dim counts the rotated"),
+    (dict(scaling={"partial_rotary_factor": 0.5}), "partial_rotary_factor other than 1; want none: head_dim is the number of"),
     (dict(scaling={"full_attention": {"rope_theta": 1e6}}), r"scaling\['full_attention'\] is .*; want no such key"),
     (dict(scaling={"rope_type": "linear", "factor": 2.0, "mscale": 0.7}), r"scaling\['mscale'\] is 0.7; want no such key: type 'linear'"),
     (dict(scaling={**YARN, "low_freq_factor": 1.0}), r"scaling\['low_freq_factor'\] is 1.0; want no such key: type 'yarn'"),

@@ -23,7 +23,8 @@ class PagedKVCache:
         seq_lens: (max_seqs,) int32, tokens stored.
 
     The three tensors stay where they are, so a captured CUDA graph sees every later append. The page of a token is
-    chosen on the host, which knows all lengths without asking the device.
+    chosen on the host, which knows all lengths without asking the device. What changes them runs in inference mode: outside,
+    torch would refuse to write into a cache that was made inside, when the write has happened.
 
     Source: Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention".
     """
@@ -59,6 +60,7 @@ class PagedKVCache:
         """Tokens of sequence ``seq`` for which slots are taken, from the host's books: no synchronisation."""
         return self._lengths[self._check_seq(seq)]
 
+    @torch.inference_mode()
     def allocate(self, seq, num_tokens):
         """Take the pages that ``num_tokens`` more tokens of sequence ``seq`` need. All or nothing.
 
@@ -82,6 +84,7 @@ class PagedKVCache:
             del self._free[-missing:]
         self._lengths[seq] = length
 
+    @torch.inference_mode()
     def append(self, k, v, seqs=None):
         """Store new tokens behind the ones that the sequences have, in place; takes pages as needed.
 
@@ -125,13 +128,13 @@ class PagedKVCache:
                 self.allocate(s, new)
             self.write(k, v, seqs)
         except BaseException:
-            grown = [(s, held) for s, _, held in before if len(self._pages[s]) > held]
             for s, length, held in reversed(before):
                 self._give_back(s, length, held)
-            for s, held in grown:  # the device last: it may be what failed
+            for s, _, held in before:  # the device last: it may be what failed
                 self.block_table[s, held:].fill_(-1)
             raise
 
+    @torch.inference_mode()
     def write(self, k, v, seqs):
         """The device half of ``append``: store into slots taken before, and advance ``seq_lens``.
 
@@ -145,11 +148,12 @@ class PagedKVCache:
         self.v_pages.view(-1, *v.shape[2:]).index_copy_(0, slot, v.flatten(0, 1))
         self.seq_lens.index_add_(0, index, torch.full_like(index, k.shape[1], dtype=torch.int32))
 
+    @torch.inference_mode()
     def free(self, seq):
         """Forget sequence ``seq`` and give its pages back."""
         seq = self._check_seq(seq)
-        self.block_table[seq].fill_(-1)
         self.seq_lens[seq] = 0
+        self.block_table[seq].fill_(-1)
         self._give_back(seq, 0, 0)  # the books last: after an error above the pages are still the sequence's, to be freed again
 
     def read(self, seq):

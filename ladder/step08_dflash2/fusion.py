@@ -104,7 +104,7 @@ def _frequencies(dim, theta=None, scaling=None):
     if not isinstance(kind, str) or kind not in ROPE_KEYS:
         raise ValueError(f"{RUNG}: scaling has type {kind!r}; want 'default', 'linear', 'yarn' or 'llama3'")
     if scaling.pop("partial_rotary_factor", 1) != 1:
-        raise ValueError(f"{RUNG}: scaling has a partial_rotary_factor other than 1; want none, for head_dim counts the rotated columns alone")
+        raise ValueError(f"{RUNG}: scaling has a partial_rotary_factor other than 1; want none: head_dim is the number of rotated columns")
     for name in scaling:
         if name not in ROPE_KEYS[kind] and name != "rope_theta":
             raise ValueError(f"{RUNG}: scaling[{name!r}] is {scaling[name]!r}; want no such key: type {kind!r} does not read it")

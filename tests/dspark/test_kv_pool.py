@@ -176,7 +176,8 @@ def test_misuse_is_named():
 
 def books(pool):
     prefixes = [(name, list(pages), tokens) for name, (pages, tokens) in pool._prefixes.items()]  # least recently used first
-    return {n: list(p) for n, p in pool._pages.items()}, dict(pool._length), prefixes, list(pool._refs), list(pool._fill), sorted(pool._free)
+    pages = {name: list(pages) for name, pages in pool._pages.items()}
+    return pages, dict(pool._length), prefixes, list(pool._refs), list(pool._fill), sorted(pool._free)
 
 
 def test_what_is_refused_changes_nothing():
@@ -208,7 +209,7 @@ def test_what_is_refused_changes_nothing():
         with pytest.raises(error):
             call()
         assert books(pool) == before
-    pool.apply((move for move in [(0, 7)]))
+    pool.apply(move for move in [(0, 7)])
     assert pool._prefixes["p"][0] == [7, 1]
 
 
