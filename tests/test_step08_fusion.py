@@ -469,6 +469,14 @@ def test_rope_tables():
         assert float(sin[position, pair]) == pytest.approx(math.sin(angle), abs=1e-7)
 
 
+def test_rope_tables_are_made_where_they_are_asked_for():
+    """Also while a model is made on another device."""
+    want = fusion.rope_tables(16, 9, scaling=YARN)
+    with torch.device("meta"):
+        found = fusion.rope_tables(16, 9, scaling=YARN)
+    assert all(torch.equal(*pair) for pair in zip(found, want))
+
+
 def test_rope_tables_linear():
     plain, stretched = fusion.rope_tables(16, 41), fusion.rope_tables(16, 161, scaling={"type": "linear", "factor": 4.0})
     for a, b in zip(plain, stretched):

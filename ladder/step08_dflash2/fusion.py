@@ -70,7 +70,7 @@ def rope_tables(head_dim, max_positions, theta=None, scaling=None, *, device="cp
     if theta is not None and not _is_positive(theta):
         raise ValueError(f"{RUNG}: theta is {theta!r}; want a positive number")
     frequencies, factor = _frequencies(head_dim, theta, scaling)
-    angles = torch.arange(max_positions, dtype=torch.float64)[:, None] * frequencies
+    angles = torch.arange(max_positions, dtype=torch.float64, device="cpu")[:, None] * frequencies
     return tuple((f(angles) * factor).float().to(device=device) for f in (torch.cos, torch.sin))
 
 
@@ -118,7 +118,7 @@ def _frequencies(dim, theta=None, scaling=None):
     base = value("rope_theta", 10000.0 if theta is None else theta)
     if theta is not None and base != theta:
         raise ValueError(f"{RUNG}: theta is {theta} and scaling['rope_theta'] is {base}; want one of them, or the same twice")
-    plain = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    plain = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
     if kind == "default":
         return plain, 1.0
     factor = value("factor")
@@ -141,7 +141,7 @@ def _frequencies(dim, theta=None, scaling=None):
     if truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
-    ramp = ((torch.arange(dim // 2, dtype=torch.float64) - first) / ((last - first) or 0.001)).clamp(0, 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float64, device="cpu") - first) / ((last - first) or 0.001)).clamp(0, 1)
     if "attention_factor" in scaling:
         attention = value("attention_factor")
     elif scaling.get("mscale") and scaling.get("mscale_all_dim"):
