@@ -18,6 +18,8 @@ import heapq
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from .load import check_integer
+
 __all__ = ["ContiguousPool", "KVPool", "OutOfPages", "PoolStats"]
 
 
@@ -54,9 +56,8 @@ class KVPool:
     """A pool of `num_pages` pages of `page_size` tokens. Sequences and prefixes are named by any hashable id."""
 
     def __init__(self, num_pages, page_size=16):
-        if num_pages < 1 or page_size < 1:
-            raise ValueError(f"num_pages and page_size must be positive, got {num_pages} and {page_size}")
-        self.num_pages, self.page_size = num_pages, page_size
+        self.num_pages = num_pages = check_integer(num_pages, "num_pages", 1)
+        self.page_size = check_integer(page_size, "page_size", 1)
         self._free = list(
             range(num_pages)
         )  # a heap: the lowest page first keeps the pool dense and runs repeatable
@@ -72,25 +73,23 @@ class KVPool:
 
         Returns (pages, hit): its page ids in order, and how many tokens the prefix already holds. Only full
         pages of a prefix are shared. Raises ValueError for a known sequence or tokens < 1, OutOfPages when
-        memory is short.
+        memory is short. Nothing has changed then.
         """
         if sequence in self._pages:
             raise ValueError(f"sequence {sequence!r} is already in the pool")
-        if tokens < 1:
-            raise ValueError(f"tokens must be at least 1, got {tokens}")
-        shared, hit = [], 0
-        if prefix is not None and prefix in self._prefixes:
+        tokens = check_integer(tokens, "tokens", 1)
+        shared, hit, known = [], 0, prefix is not None and prefix in self._prefixes
+        if known:
             pages, length = self._prefixes[prefix]
             count = min(length, tokens) // self.page_size
             shared, hit = pages[:count], count * self.page_size
+        wanted = -(-tokens // self.page_size) - len(shared)
+        self._check_room(wanted, shared)
+        if known:
             self._prefixes.move_to_end(prefix)
         for page in shared:  # first, so that eviction cannot take them
             self._refs[page] += 1
-        try:
-            own = self._take(-(-tokens // self.page_size) - len(shared), shared)
-        except OutOfPages:
-            self._drop(shared)
-            raise
+        own = self._take(wanted, shared)
         for i, page in enumerate(own):
             self._fill[page] = min(self.page_size, tokens - hit - i * self.page_size)
         self._pages[sequence], self._length[sequence] = shared + own, tokens
@@ -102,8 +101,7 @@ class KVPool:
         `copies` is a list of (source, target) pages to copy before writing: the last page was shared.
         """
         pages, length = self._get(sequence), self._length[sequence]
-        if tokens < 1:
-            raise ValueError(f"tokens must be at least 1, got {tokens}")
+        tokens = check_integer(tokens, "tokens", 1)
         inside = length % self.page_size  # tokens in an unfinished last page
         split = inside > 0 and self._refs[pages[-1]] > 1
         more = -(-(length + tokens) // self.page_size) - len(pages)
@@ -134,8 +132,7 @@ class KVPool:
     def cache_prefix(self, prefix, sequence, tokens):
         """Keep the full pages of the first `tokens` tokens of `sequence` as `prefix`, also after it ends."""
         pages = self._get(sequence)
-        if not 0 < tokens <= self._length[sequence]:
-            raise ValueError(f"tokens must lie in 1 .. {self._length[sequence]}, got {tokens}")
+        tokens = check_integer(tokens, "tokens", 1, self._length[sequence])
         if prefix in self._prefixes:
             self._drop(self._prefixes.pop(prefix)[0])
         kept = pages[: tokens // self.page_size]
@@ -183,9 +180,12 @@ class KVPool:
 
     def apply(self, moves):
         """Renumber pages after their data was copied according to `moves` from `compaction`."""
-        to = dict(moves)
-        if len(set(to.values())) != len(to) or any(not self._refs[a] or self._refs[b] for a, b in moves):
-            raise ValueError("moves must lead from live pages to distinct free pages")
+        moves = list(moves)
+        to, known = dict(moves), range(self.num_pages)
+        if not len(to) == len(set(to.values())) == len(moves) or any(
+            a not in known or b not in known or not self._refs[a] or self._refs[b] for a, b in moves
+        ):
+            raise ValueError("moves must lead from distinct live pages to distinct free pages")
         for source, target in moves:
             self._refs[target], self._refs[source] = self._refs[source], 0
             self._fill[target], self._fill[source] = self._fill[source], 0
@@ -203,15 +203,19 @@ class KVPool:
         used = {page for pages in self._pages.values() for page in pages}.union(held)
         return len({page for pages, _ in self._prefixes.values() for page in pages} - used)
 
+    def _check_room(self, count, held=()):
+        """Raise OutOfPages unless `_take` can have its pages."""
+        if count > len(self._free) + self._cached(held):
+            raise OutOfPages(
+                f"{count} pages wanted, {len(self._free)} free and {self._cached(held)} held for unused prefixes"
+            )
+
     def _take(self, count, held=()):
         """Pop `count` free pages, evicting prefixes that nobody uses if needed; all or nothing.
 
         held: pages of a sequence that is not there yet, which no eviction frees.
         """
-        if count > len(self._free) + self._cached(held):
-            raise OutOfPages(
-                f"{count} pages wanted, {len(self._free)} free and {self._cached(held)} held for unused prefixes"
-            )
+        self._check_room(count, held)
         while count > len(self._free):
             used = {page for pages in self._pages.values() for page in pages}.union(held)
             victim = next(
@@ -235,16 +239,16 @@ class ContiguousPool:
     """The allocator that paging replaced: first fit, one run of `reserve` token places per sequence."""
 
     def __init__(self, num_tokens):
-        self.num_tokens = num_tokens
+        self.num_tokens = check_integer(num_tokens, "num_tokens", 1)
         self._runs = {}  # sequence -> (start, reserved, tokens)
 
     def allocate(self, sequence, tokens, reserve):
         """Reserve a run of `reserve` places for a sequence of `tokens` tokens now; OutOfPages if no hole is
         large enough."""
-        if sequence in self._runs or not 0 < tokens <= reserve:
-            raise ValueError(
-                f"a new sequence needs 0 < tokens <= reserve, got {sequence!r}, {tokens}, {reserve}"
-            )
+        if sequence in self._runs:
+            raise ValueError(f"sequence {sequence!r} is already in the pool")
+        reserve = check_integer(reserve, "reserve", 1)
+        tokens = check_integer(tokens, "tokens", 1, reserve)
         for start, size in self._holes():
             if size >= reserve:
                 self._runs[sequence] = (start, reserve, tokens)
@@ -252,6 +256,8 @@ class ContiguousPool:
         raise OutOfPages(f"no hole of {reserve} tokens")
 
     def free(self, sequence):
+        if sequence not in self._runs:
+            raise ValueError(f"sequence {sequence!r} is not in the pool")
         del self._runs[sequence]
 
     def stats(self, wanted=1):

@@ -129,11 +129,11 @@ def predict(counts, placement, split, speeds, shape, *, ranks, chunk_tokens=8192
 def small_spec():
     """A model of the architecture that a CPU serves in a second."""
     from .engine.models import Spec
-    from .engine.models.deepseek_v2 import DeepseekV2Config
+    from .engine.models.deepseek_v2 import YARN, DeepseekV2Config
 
     config = DeepseekV2Config(
         num_layers=3, width=32, num_heads=4, latent=32, rope_dim=16, nope_dim=16, v_dim=16, num_experts=8, top_k=2, num_shared=2,
-        expert_width=16, dense_width=48, vocab=96, context=256, yarn_original=64, yarn_factor=4.0,
+        expert_width=16, dense_width=48, vocab=96, context=256, rope={**YARN, "factor": 4.0, "original_max_position_embeddings": 64},
     )  # fmt: skip
     return Spec("deepseek-v2-lite", config, seed=1, std=0.25)
 

@@ -4,7 +4,7 @@ import random
 
 from ladder.engine.engine import Engine, SamplingParams
 from ladder.engine.models import Spec
-from ladder.engine.models.deepseek_v2 import DeepseekV2Config
+from ladder.engine.models.deepseek_v2 import YARN, DeepseekV2Config
 from ladder.engine.models.tiny_moe import TinyMoEConfig
 
 TINY = Spec(
@@ -18,7 +18,7 @@ MLA = Spec(
     "deepseek-v2-lite",
     DeepseekV2Config(
         num_layers=2, width=32, num_heads=4, latent=32, rope_dim=16, nope_dim=16, v_dim=16, num_experts=8, top_k=2, num_shared=2,
-        expert_width=16, dense_width=48, vocab=96, context=256, yarn_original=64, yarn_factor=4.0,
+        expert_width=16, dense_width=48, vocab=96, context=256, rope={**YARN, "factor": 4.0, "original_max_position_embeddings": 64},
     ),
     seed=1, std=0.25,
 )  # fmt: skip

@@ -1,9 +1,13 @@
 """The serving engine: the same answers from every backend, alone or in company, and memory that always comes back."""
 
+import contextlib
 import os
 import random
+import re
 from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from engine_models import MLA, SPECS, TINY, engine, greedy, prompts
@@ -204,6 +208,52 @@ def test_an_answer_that_was_read_may_be_forgotten():
     assert served.generate(prompts((5,)), greedy(3)) == [answer]
 
 
+def test_a_call_that_fails_keeps_what_it_saw_of_others(monkeypatch):
+    """``generate`` reads the events of requests that others submitted; after an error they are still there to be told."""
+    served = engine(TINY)
+    number = served.submit([1, 2], greedy(6))
+    real, calls = served.runner.decode, []
+
+    def decode(requests):
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("out of memory")
+        return real(requests)
+
+    monkeypatch.setattr(served.runner, "decode", decode)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        served.generate([[3, 4, 5]], greedy(9))
+    seen = []
+    while served.busy:
+        seen += [event.token for event in served.step() if event.request == number]
+    assert seen == engine(TINY).generate([[1, 2]], greedy(6))[0]
+
+
+@pytest.mark.parametrize("backend", ("sdpa", "step04", "step08"))
+@pytest.mark.parametrize("model", SPECS)
+def test_autocast_around_it_changes_nothing(model, backend, monkeypatch):
+    """A float32 engine computes in float32 inside ``torch.autocast``: the same logits, bit for bit, of prefills and decodes."""
+    asked, seen = prompts((5, 50, 1)), []
+    for around in (contextlib.nullcontext(), torch.autocast("cpu", torch.bfloat16)):
+        served = engine(SPECS[model], backend)
+        for name, pick in (("prefill", lambda found: found), ("decode", lambda found: found[0])):
+            def record(*args, real=getattr(served.runner, name), pick=pick):
+                found = real(*args)
+                logits.append(pick(found))
+                return found
+
+            monkeypatch.setattr(served.runner, name, record)
+        logits = []
+        with around:
+            answers = served.generate(asked, greedy(4))
+            answers.append([event.token for event in served.stream(asked, SamplingParams(4, 0.8, 0.9))])
+        seen.append((answers, [x for x in logits if x is not None]))
+        assert served.steps["prefill"] > 2 and served.steps["decode"] > 2
+    assert seen[0][0] == seen[1][0] and len(seen[0][1]) == len(seen[1][1]) > 4
+    for ours, theirs in zip(*(logits for _, logits in seen)):
+        assert ours.dtype == torch.float32 and torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("ahead", (False, True))
 @pytest.mark.parametrize("place", ("prefill", "decode", "sample", "read"))
 def test_a_step_that_fails_costs_no_answer(ahead, place, monkeypatch):
@@ -311,6 +361,28 @@ def test_replayed_decode_pads_and_follows_pages(model, monkeypatch):
     assert set(served.runner.graphs) >= {1, 2, 4} and served.scheduler.preemptions > 0
     for part in served.runner.cache.parts:
         assert not part[:, 0].isnan().any()
+
+
+def test_a_replay_that_fails_leaves_no_state_to_go_on_from(monkeypatch):
+    """The token that the failed replay should have made comes from a larger graph; the small one is then a token behind."""
+    monkeypatch.setattr("ladder.engine.runner.DecodeGraph.capture", capture)
+    served = replays(engine(TINY, "step04"))
+    number = served.submit([1, 2, 3], greedy(12))
+    for _ in range(4):
+        served.step()
+
+    def replay():
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.runner.graphs[1].graph, "replay", replay)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            served.step()
+    served.submit([4, 5], greedy(2))
+    while served.busy:
+        served.step()
+    assert set(served.runner.graphs) == {1, 2}
+    assert served.requests[number].output == engine(TINY).generate([[1, 2, 3]], greedy(12))[0]
 
 
 class Corrected:
@@ -517,13 +589,28 @@ def test_stop_may_be_any_collection():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
-    (({"temperature": -1.0}, "temperature is -1.0"), ({"top_p": 0.0}, "top_p is 0.0"), ({"max_tokens": 0}, "max_tokens is 0"),
-     ({"temperature": float("nan")}, "temperature is nan")),
+    ("wrong", "error", "message"),
+    [({name: value}, TypeError, f"sampling: {name} is {value!r}; want {wanted}")
+     for name, wanted in (("temperature", "a number of at least 0"), ("top_p", "a number above 0, at most 1"),
+                          ("max_tokens", "an integer of at least 1"), ("seed", "an integer of at least 0"))
+     for value in (None, "0.7", True, 1j)]
+    + [({"max_tokens": 2.0}, TypeError, "max_tokens is 2.0"), ({"seed": 0.5}, TypeError, "seed is 0.5"), ({"stop": None}, TypeError, "stop is None"),
+       ({"stop": (None,)}, TypeError, "stop is None; want an integer"), ({"stop": (-1,)}, ValueError, "stop is -1; want an integer"),
+       ({"temperature": -1.0}, ValueError, "temperature is -1.0; want a number of at least 0"), ({"seed": -1}, ValueError, "seed is -1"),
+       ({"temperature": float("inf")}, ValueError, "temperature is inf"), ({"temperature": float("nan")}, ValueError, "temperature is nan"),
+       ({"top_p": 0.0}, ValueError, "top_p is 0.0; want a number above 0"), ({"top_p": 1.5}, ValueError, "top_p is 1.5"),
+       ({"top_p": float("nan")}, ValueError, "top_p is nan"), ({"max_tokens": 0}, ValueError, "max_tokens is 0")],
+    ids=str,
 )  # fmt: skip
-def test_sampling_refuses(wrong, message):
-    with pytest.raises(ValueError, match=message):
+def test_sampling_refuses(wrong, error, message):
+    with pytest.raises(error, match=re.escape(message)):
         SamplingParams(**wrong)
+
+
+def test_numbers_of_numpy_are_numbers():
+    params = SamplingParams(np.int64(3), np.float32(0.5), np.float64(1), np.int32(7), np.array([1, 2]))
+    assert params == SamplingParams(3, 0.5, 1.0, 7, (1, 2))
+    assert [type(value) for value in (params.temperature, params.max_tokens, params.stop[0])] == [float, int, int]
 
 
 # Errors come before memory does
@@ -549,12 +636,49 @@ class Heavy(Spec):
         (dict(kv_tokens=0), "kv_tokens is 0; want an integer of at least 1"),
         (dict(max_len=0), "max_len is 0; want an integer of at least 1"),
         (dict(windows=object()), "range windows arrive with step08"),
+        (dict(windows=3, backend="step08"), "windows is 3; want RangeWindows"),
+        (dict(mem_fraction=None), "mem_fraction is None; want a number above 0, at most 1"),
+        (dict(mem_fraction="0.9"), "mem_fraction is '0.9'; want a number"),
+        (dict(kv_tokens=16.0), "kv_tokens is 16.0; want an integer of at least 1, or None"),
+        (dict(max_len="9"), "max_len is '9'; want an integer"),
+        (dict(max_seqs=None), "max_seqs is None; want an integer of at least 1"),
+        (dict(chunk_keys=True), "chunk_keys is True; want an integer"),
+        (dict(decode_every=1.5), "decode_every is 1.5; want an integer"),
+        (dict(page_size=[16]), r"page_size is \[16\]; want an integer"),
+        (dict(cuda_graphs=None), "cuda_graphs is None; want True or False"),
+        (dict(device="gpu"), "device is 'gpu'; want .*cpu"),
+        (dict(device=2.5), "device is 2.5; want .*cpu"),
+        (dict(device="meta"), "device is 'meta'; want .*cpu"),
+        (dict(dtype="float32"), "dtype is 'float32'; want torch.float16"),
+        (dict(dtype=torch.int8), "dtype is torch.int8; want torch.float16"),
+        (dict(log="file"), "log is 'file'; want a function"),
+        (dict(progress=3), "progress is 3; want a function"),
+        (dict(spec="tiny-moe"), "spec is 'tiny-moe'; want a Spec"),
     ),
 )
 def test_errors_before_anything_is_allocated(options, message):
     heavy = Heavy(TINY.name, TINY.config)
-    with pytest.raises(ValueError, match=message):
-        Engine(heavy, **{"backend": "sdpa", "device": "cpu", **options})
+    with pytest.raises((TypeError, ValueError), match=message):
+        Engine(**{"spec": heavy, "backend": "sdpa", "device": "cpu", **options})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    (
+        (lambda: Spec("tiny-moe", None), "config is a NoneType; want a DeepseekV2Config or TinyMoEConfig"),
+        (lambda: Spec("tiny-moe", TINY.config, 3), "source is 3; want the path"),
+        (lambda: Spec("tiny-moe", TINY.config, seed=None), "seed is None; want an integer"),
+        (lambda: Spec("tiny-moe", TINY.config, std="0.02"), "std is '0.02'; want a number"),
+        (lambda: Spec("tiny-moe", TINY.config, router_bias=[[0.0]]), r"router_bias has shape \(1, 1\); want \(2, 4\)"),
+        (lambda: replace(TINY.config, width=32.0), "tiny-moe: width is 32.0; want an integer of at least 1"),
+        (lambda: replace(TINY.config, eps=None), "tiny-moe: eps is None; want a number above 0"),
+        (lambda: replace(TINY.config, renormalize=1), "tiny-moe: renormalize is 1; want True or False"),
+        (lambda: replace(MLA.config, routed_scale="1"), "routed_scale .*is '1'; want a number above 0"),
+    ),
+)
+def test_a_model_that_cannot_be_is_refused(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
 
 
 def test_the_whole_model_does_not_fit_here_and_says_so(monkeypatch):
@@ -587,9 +711,21 @@ def test_requests_are_refused_by_name():
     ):
         with pytest.raises(ValueError, match=message):
             served.submit(prompt, params)
+    for call, message in (
+        (lambda: served.submit(None), "prompt is None; want a list of token ids"),
+        (lambda: served.generate([1, 2]), "prompt is 1; want a list of token ids"),
+        (lambda: served.generate(3), "prompts is 3; want a list of prompts"),
+        (lambda: list(served.stream(None)), "prompts is None; want a list of prompts"),
+        (lambda: served.submit([1], None), "params is None; want SamplingParams"),
+        (lambda: served.generate([[1], [2]], [greedy(1), 5]), "params is 5; want SamplingParams"),
+        (lambda: served.cancel("a"), "number is 'a'; want an integer"),
+        (lambda: served.forget([1]), r"number is \[1\]; want an integer"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
     with pytest.raises(ValueError, match="no request 5"):
         served.cancel(5)
-    assert not served.busy
+    assert not served.busy and not served._inboxes
 
 
 def test_the_log_names_the_backend_and_the_pool():

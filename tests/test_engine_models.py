@@ -67,13 +67,13 @@ def by_formula(tensors, c, tokens):
     """Logits (S, vocab) straight from the paper's formulas: heads unabsorbed, neighbouring rotary pairs, experts one by one."""
     S, w = len(tokens), lambda name: tensors[name + ".weight"].double()
 
-    def norm(x, weight):
-        return x / torch.sqrt(x.square().mean(-1, keepdim=True) + c.eps) * weight
+    def norm(x, weight, eps=c.eps):
+        return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
     def mlp(x, name):
         return (F.silu(x @ w(name + "gate_proj").T) * (x @ w(name + "up_proj").T)) @ w(name + "down_proj").T
 
-    cos, sin = deepseek_v2.yarn_table(c, S).double().chunk(2, -1)
+    cos, sin = deepseek_v2.rope_table(c, S).double().chunk(2, -1)
 
     def turn(x):  # (S, ..., rope_dim), pairs are neighbours
         shape = (S,) + (1,) * (x.ndim - 2) + (-1,)
@@ -86,12 +86,12 @@ def by_formula(tensors, c, tokens):
         h = norm(x, w(layer + "input_layernorm"))
         q = (h @ w(layer + "self_attn.q_proj").T).view(S, c.num_heads, c.qk_dim)
         latent = h @ w(layer + "self_attn.kv_a_proj_with_mqa").T
-        compressed = norm(latent[:, : c.latent], w(layer + "self_attn.kv_a_layernorm"))
+        compressed = norm(latent[:, : c.latent], w(layer + "self_attn.kv_a_layernorm"), 1e-6)
         kv = (compressed @ w(layer + "self_attn.kv_b_proj").T).view(S, c.num_heads, c.nope_dim + c.v_dim)
         q = torch.cat([q[..., : c.nope_dim], turn(q[..., c.nope_dim :])], -1)
         rope = turn(latent[:, None, c.latent :]).expand(-1, c.num_heads, -1)
         k, v = torch.cat([kv[..., : c.nope_dim], rope], -1), kv[..., c.nope_dim :]
-        mscale = 0.1 * c.yarn_mscale_all * math.log(c.yarn_factor) + 1
+        mscale = 0.1 * c.rope["mscale_all_dim"] * math.log(c.rope["factor"]) + 1
         scores = torch.einsum("qhd,khd->hqk", q, k) * c.qk_dim**-0.5 * mscale**2
         scores = scores.masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), float("-inf"))
         x = x + torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1) @ w(layer + "self_attn.o_proj").T
@@ -194,16 +194,120 @@ def test_the_dense_control_has_no_experts():
         find("mla-dense", "folder")
 
 
-def test_transformers_agrees(checkpoint):
+YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
+THEIR_CONFIGS = {  # what differs from the test's checkpoint, as its ``config.json`` says it; a None takes the key out
+    "as published": {},
+    "no scaling": {"rope_scaling": None},
+    "theta": {"rope_scaling": None, "rope_theta": 500.0},
+    "theta of transformers 5": {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    "yarn with no mscale": {"rope_scaling": {"type": "yarn", **YARN}},
+    "yarn with mscale alone": {"rope_scaling": {"type": "yarn", **YARN, "mscale": 0.5}},
+    "yarn with mscale_all_dim alone": {"rope_scaling": {"type": "yarn", **YARN, "mscale_all_dim": 0.5}},
+    "yarn with two mscales": {"rope_scaling": {"type": "yarn", **YARN, "mscale": 2.0, "mscale_all_dim": 0.5}},
+    "yarn, not truncated": {"rope_scaling": None, "rope_parameters": {
+        "rope_type": "yarn", "type": "yarn", **YARN, "truncate": False, "rope_theta": 500.0, "beta_fast": 8, "beta_slow": 2}},
+    "yarn with attention_factor": {"rope_scaling": {"rope_type": "yarn", **YARN, "attention_factor": 1.5, "mscale_all_dim": 0.5}},
+    "linear": {"rope_scaling": {"type": "linear", "factor": 3.0}},
+    "epsilon": {"rms_norm_eps": 0.05},
+    "weights of experts": {"routed_scaling_factor": 2.5},
+    "defaults": {"rope_theta": None, "rms_norm_eps": None, "routed_scaling_factor": None, "norm_topk_prob": None, "scoring_func": None,
+                 "moe_layer_freq": None, "topk_method": None, "hidden_act": None, "attention_bias": None, "n_shared_experts": None,
+                 "num_key_value_heads": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["as written", "as transformers saves it"])
+@pytest.mark.parametrize("changes", THEIR_CONFIGS.values(), ids=list(THEIR_CONFIGS))
+def test_transformers_agrees(changes, saved, checkpoint, tmp_path):
     """The model of Hugging Face's library on the same folder, where it is installed."""
     transformers = pytest.importorskip("transformers", minversion="5.0")
-    folder, _ = checkpoint
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32).eval()
-    tokens = prompts((50,))[0]
+    config = {**json.loads((checkpoint[0] / "config.json").read_text()), **changes}
+    written = {name: value for name, value in config.items() if value is not None or name == "q_lora_rank"}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    save_file(checkpoint[1], tmp_path / "model.safetensors")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa", dtype=torch.float32).eval()
+    if saved:
+        theirs.config.save_pretrained(tmp_path)
+        assert "rope_parameters" in json.loads((tmp_path / "config.json").read_text())
+    tokens = prompts((100,))[0]
     with torch.no_grad():
         want = theirs(torch.tensor([tokens])).logits[0]
-    got = served_logits(engine(find("deepseek-v2-lite", folder), "step04", kv_tokens=256), tokens)
-    assert (got - want).abs().max() < 1e-4 * want.abs().max()
+    spec = find("deepseek-v2-lite", tmp_path)
+    assert (served_logits(engine(spec, "step04", kv_tokens=256), tokens) - want).abs().max() < 1e-4 * want.abs().max()
+    answer = engine(spec, "step08", kv_tokens=256).generate([tokens], greedy(4))[0]  # decode: absorbed, by the fused entries
+    for n, token in enumerate(answer):
+        with torch.no_grad():
+            assert theirs(torch.tensor([tokens + answer[:n]])).logits[0, -1].argmax() == token
+
+
+def test_the_defaults_are_those_of_transformers():
+    theirs = pytest.importorskip("transformers", minversion="5.0").DeepseekV2Config()
+    for name, default in deepseek_v2.FORMAT.values():
+        if name != "rope_theta":  # which lies in rope_parameters
+            assert getattr(theirs, name) == default, name
+    for name, (default, _) in deepseek_v2.FIXED.items():  # model_type is there always
+        assert name == "model_type" or getattr(theirs, name, default) == default, name
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"model_type": "llama"}, "model_type in .* is 'llama'; want 'deepseek_v2'"),
+    ({"model_type": ...}, "model_type in .* is missing, which means None; want 'deepseek_v2'"),
+    ({"q_lora_rank": ...}, "q_lora_rank in .* is missing, which means 1536; want None"),
+    ({"hidden_act": "gelu"}, "hidden_act in .* is 'gelu'; want 'silu'"),
+    ({"norm_topk_prob": True}, "norm_topk_prob in .* is True; want False"),
+    ({"attention_bias": True}, "attention_bias in .* is True"),
+    ({"mlp_bias": True}, "mlp_bias in .* is True"),
+    ({"tie_word_embeddings": True}, "tie_word_embeddings in .* is True"),
+    ({"moe_layer_freq": 2}, "moe_layer_freq in .* is 2; want 1"),
+    ({"scoring_func": "sigmoid"}, "scoring_func in .* is 'sigmoid'"),
+    ({"num_key_value_heads": 2}, "num_key_value_heads in .* is 2"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config in .* want None"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor in .* is 0.5"),
+    ({"num_experts_per_tok": ...}, "num_experts_per_tok in config.json.* is None; want an integer"),
+    ({"num_experts_per_tok": 9}, "top_k is 9; want at most 8"),
+    ({"hidden_size": "32"}, "hidden_size in config.json.* is '32'; want an integer"),
+    ({"n_routed_experts": None}, "n_routed_experts in config.json.* is None"),
+    ({"rms_norm_eps": -1.0}, "rms_norm_eps in config.json.* is -1.0; want a number above 0"),
+    ({"rope_theta": 500.0, "rope_scaling": {"rope_type": "default", "rope_theta": 10000.0}}, "theta is 500.0 and .*10000.0"),
+    ({"rope_parameters": {"rope_type": "default"}}, "rope_scaling .* and rope_parameters .*; want one of them"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type 'dynamic'; want 'default'"),
+    ({"rope_scaling": {"type": "yarn", **YARN, "low_freq_factor": 1.0}}, "low_freq_factor.* is 1.0; want no such key"),
+    ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "original_max_position_embeddings.* is None; want a positive number"),
+    ({"rope_scaling": {"type": "linear", "factor": 4.0, "mscale_all_dim": 1.0}}, "mscale_all_dim.* is 1.0; want no such key"),
+    ({"rope_scaling": "yarn"}, "scaling is a str"),
+])  # fmt: skip
+def test_a_configuration_that_the_model_lacks_is_refused(changes, words, checkpoint, tmp_path):
+    config = {**json.loads((checkpoint[0] / "config.json").read_text()), **changes}
+    (tmp_path / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
+    with pytest.raises(ValueError, match=words):
+        deepseek_v2.DeepseekV2Config.from_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(("ours", "generation", "end"), [
+    ({"eos_token_id": 7}, {"eos_token_id": [2, 5]}, (2, 5)),
+    ({}, {"eos_token_id": 5}, (5,)),
+    ({"eos_token_id": [7, 8]}, {"temperature": 0.3}, (7, 8)),
+    ({"eos_token_id": 7}, None, (7,)),
+    ({"eos_token_id": None}, {"eos_token_id": None}, ()),
+    ({"eos_token_id": 7}, {"eos_token_id": "</s>"}, r"eos_token_id in .*generation_config.json is '</s>'; want a token id"),
+    ({"eos_token_id": 7}, {"eos_token_id": [2, -1]}, r"eos_token_id in .*generation_config.json is \[2, -1\]; want a token id"),
+    ({"eos_token_id": True}, None, r"eos_token_id in .*/config.json is True; want a token id"),
+    ({"eos_token_id": 7}, [2, 5], "generation_config.json holds a list; want a JSON object"),
+    ({"eos_token_id": 7}, "{", "generation_config.json is no JSON"),
+])  # fmt: skip
+def test_what_ends_a_text(ours, generation, end, checkpoint, tmp_path):
+    """The ids of generation_config.json, which is what transformers' ``generate`` stops at, before those of config.json."""
+    save_file(checkpoint[1], tmp_path / "model.safetensors")
+    config = json.loads((checkpoint[0] / "config.json").read_text())
+    del config["eos_token_id"]
+    (tmp_path / "config.json").write_text(json.dumps({**config, **ours}))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(generation if isinstance(generation, str) else json.dumps(generation))
+    if isinstance(end, str):
+        with pytest.raises(ValueError, match=end):
+            find("deepseek-v2-lite", tmp_path)
+    else:
+        assert find("deepseek-v2-lite", tmp_path).end == end
 
 
 # Experts

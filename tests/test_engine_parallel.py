@@ -53,7 +53,8 @@ def test_a_killed_rank_is_an_error_and_no_hang():
 @pytest.mark.parametrize("way", ("whole", "width", "placed"))
 def test_the_parts_add_up(ranks, way):
     """Every rank's part of a layer, summed here without a group, is the layer."""
-    spec = TINY if way != "whole" or ranks == 4 else MLA
+    tiny = dataclasses.replace(TINY, config=dataclasses.replace(TINY.config, num_kv_heads=4))  # every rank has one
+    spec = tiny if way != "whole" or ranks == 4 else MLA
     c, g = spec.config, torch.Generator().manual_seed(0)
     stack = c.num_experts + getattr(c, "num_shared", 0)
     gate_up, down = torch.randn(stack, 2 * c.expert_width, c.width, generator=g), torch.randn(stack, c.width, c.expert_width, generator=g)

@@ -1,5 +1,8 @@
 """Rung 06: the paged cache, decode over it, the merge of its splits, and the errors a user sees."""
 
+import random
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -229,6 +232,72 @@ def test_an_error_leaves_the_books_alone(name):
     assert [cache.length(s) for s in range(2)] == cache.seq_lens.tolist() == [7, 7]
     assert cache.free_pages == 6 and torch.equal(cache.block_table, table)
     assert torch.equal(cache.read(1)[0], new_tokens(2, 7)[0][1])
+
+
+class Broken(BaseException):
+    """As Ctrl-C is no Exception."""
+
+
+def books(cache):
+    return (cache.seq_lens.tolist(), cache.block_table.tolist(), [cache.length(s) for s in range(3)], [list(p) for p in cache._pages],
+            list(cache._free))  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ("allocate", "write", "the middle of write"))
+def test_an_append_that_fails_changes_nothing(place, monkeypatch):
+    """Appends of random sizes to random sequences, half of which fail: the books after are those before, and the next goes on."""
+    cache, generator, stored, failed = small_cache(), random.Random(place), [[], [], []], 0
+    for step in range(60):
+        seqs = generator.sample(range(3), generator.randint(1, 3))
+        new = generator.randint(0, 4)
+        k, v = new_tokens(len(seqs), new, seed=step)
+        before = books(cache)
+        with monkeypatch.context() as patch:
+            if generator.random() < 0.5:
+                real, after = PagedKVCache.allocate, generator.randint(0, len(seqs) - 1)
+
+                def fail(self, *args, real=real, calls=iter(range(9)), after=after):
+                    if place != "allocate" or next(calls) >= after:
+                        raise Broken
+                    return real(self, *args)
+
+                if place == "the middle of write":  # keys are stored by then
+                    pages = SimpleNamespace(shape=v.shape, dtype=v.dtype, device=v.device, view=lambda *args: fail(0))
+                    patch.setattr(cache, "v_pages", pages)
+                else:
+                    patch.setattr(PagedKVCache, place, fail)
+            try:
+                cache.append(k, v, seqs)
+            except (Broken, MemoryError, ValueError) as error:
+                failed += isinstance(error, Broken)
+                assert books(cache) == before
+                continue
+        for i, s in enumerate(seqs):
+            stored[s].append((k[i], v[i]))
+        if cache.free_pages < 3:
+            cache.free(seqs[0])
+            stored[seqs[0]] = []
+        for s in range(3):
+            for got, want in zip(cache.read(s), zip(*stored[s])):
+                assert torch.equal(got, torch.cat(want))
+    assert failed > 10
+
+
+def test_inference_mode_or_not_is_the_same():
+    """A cache that was made inside may be written outside, and the other way round; no gradients are kept."""
+    found = []
+    for made, used in ((True, False), (False, True), (False, False)):
+        with torch.inference_mode(made):
+            cache = small_cache()
+        with torch.inference_mode(used):
+            for step in range(3):
+                k, v = new_tokens(3, 2, seed=step)
+                cache.append(k.requires_grad_(not used), v)
+            cache.free(1)
+            cache.append(*new_tokens(1, 5, seed=9), [1])
+        assert not cache.k_pages.requires_grad
+        found.append((books(cache), [cache.read(s)[0].tolist() for s in range(3)]))
+    assert found[0] == found[1] == found[2] and found[0][0][0] == [6, 5, 6]
 
 
 @pytest.mark.parametrize(

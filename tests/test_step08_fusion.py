@@ -470,6 +470,14 @@ def test_rope_tables():
         assert float(sin[position, pair]) == pytest.approx(math.sin(angle), abs=1e-7)
 
 
+def test_rope_tables_are_made_where_they_are_asked_for():
+    """Also while a model is made on another device."""
+    want = fusion.rope_tables(16, 9, scaling=YARN)
+    with torch.device("meta"):
+        found = fusion.rope_tables(16, 9, scaling=YARN)
+    assert all(torch.equal(*pair) for pair in zip(found, want))
+
+
 def test_rope_tables_linear():
     plain, stretched = fusion.rope_tables(16, 41), fusion.rope_tables(16, 161, scaling={"type": "linear", "factor": 4.0})
     for a, b in zip(plain, stretched):
@@ -506,35 +514,64 @@ def test_rope_tables_llama3():
     assert between.any()
 
 
-@pytest.mark.parametrize("scaling", [
+ROPE_SCALINGS = [
     {"rope_type": "default"},
+    {},
     {"rope_type": "linear", "factor": 3.0},
-    {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 0.5},
+    {"type": "linear", "rope_type": "linear", "factor": 3.0, "attention_factor": None},
+    {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 0.5},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "beta_fast": 16, "truncate": False},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "beta_slow": 2, "attention_factor": 0.5},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "mscale": 0.7, "mscale_all_dim": 0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "mscale_all_dim": 0.7, "partial_rotary_factor": 1.0},
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
-], ids=lambda s: s["rope_type"])  # fmt: skip
-def test_rope_tables_as_transformers_has_them(scaling):
-    utils = pytest.importorskip("transformers.modeling_rope_utils")
-    config = pytest.importorskip("transformers").LlamaConfig(
-        hidden_size=128, num_attention_heads=1, head_dim=128, max_position_embeddings=131072, rope_theta=10000.0,
-        rope_scaling=None if scaling["rope_type"] == "default" else dict(scaling),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("theta", [None, 1e6])
+@pytest.mark.parametrize("scaling", ROPE_SCALINGS, ids=lambda s: s.get("rope_type", s.get("type", "none")))
+def test_rope_tables_as_transformers_has_them(scaling, theta):
+    """From the dictionary that transformers 5 makes of it, which has the base of the frequencies too."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = transformers.LlamaConfig(
+        hidden_size=128, num_attention_heads=1, head_dim=128, max_position_embeddings=131072,
+        rope_parameters=dict(scaling) if theta is None else {**scaling, "rope_theta": theta},
     )  # fmt: skip
-    if scaling["rope_type"] == "default" and "default" not in utils.ROPE_INIT_FUNCTIONS:
-        pytest.skip("this version keeps the default elsewhere")
-    want, factor = utils.ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
-    frequencies, ours = fusion._frequencies(128, 10000.0, scaling)
-    torch.testing.assert_close(frequencies.float(), want)
-    assert ours == pytest.approx(factor)
+    assert config.rope_parameters["rope_theta"] == (theta or 10000.0)
+    theirs = LlamaRotaryEmbedding(config)  # what the model runs: by ROPE_INIT_FUNCTIONS, but for the default type
+    positions = torch.arange(64)
+    want = [x[0, :, :64] for x in theirs(torch.zeros(1), positions[None])]
+    for ours, table in zip(fusion.rope_tables(128, 64, scaling=config.rope_parameters), want):
+        torch.testing.assert_close(ours, table, atol=2e-5, rtol=0)
+    frequencies, factor = fusion._frequencies(128, theta, scaling)  # and from one without the base
+    torch.testing.assert_close(frequencies.float(), theirs.inv_freq)
+    assert factor == pytest.approx(theirs.attention_scaling)
+
+
+YARN = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize("arguments, words", [
     (dict(head_dim=7), "head_dim is 7; want an even number"),
     (dict(theta=-1.0), "theta is -1.0; want a positive number"),
     (dict(scaling={"type": "dynamic"}), "type 'dynamic'; want 'default', 'linear', 'yarn' or 'llama3'"),
-    (dict(scaling={"factor": 2.0}), "type None; want"),
+    (dict(scaling={"type": ["yarn"]}), r"type \['yarn'\]; want 'default'"),
+    (dict(scaling={"factor": 2.0}), r"scaling\['factor'\] is 2.0; want no such key: type 'default' does not read it"),
     (dict(scaling={"type": "linear"}), r"scaling\['factor'\] is None; want a positive number for type 'linear'"),
+    (dict(scaling={"type": "linear", "factor": True}), r"scaling\['factor'\] is True; want a positive number for type 'linear'"),
     (dict(scaling={"type": "yarn", "factor": 4}), r"scaling\['original_max_position_embeddings'\] is None"),
     (dict(scaling="yarn"), "scaling is a str; want a dict"),
+    (dict(theta=500.0, scaling={"rope_type": "default", "rope_theta": 1e6}), r"theta is 500.0 and scaling\['rope_theta'\] is 1000000.0"),
+    (dict(scaling={"rope_theta": "1e6"}), r"scaling\['rope_theta'\] is '1e6'; want a positive number"),
+    (dict(scaling={"rope_type": "default", "type": "linear"}), "rope_type 'default' and type 'linear'; want one of them"),
+    (dict(scaling={"partial_rotary_factor": 0.5}), "partial_rotary_factor other than 1; want none: head_dim is the number of"),
+    (dict(scaling={"full_attention": {"rope_theta": 1e6}}), r"scaling\['full_attention'\] is .*; want no such key"),
+    (dict(scaling={"rope_type": "linear", "factor": 2.0, "mscale": 0.7}), r"scaling\['mscale'\] is 0.7; want no such key: type 'linear'"),
+    (dict(scaling={**YARN, "low_freq_factor": 1.0}), r"scaling\['low_freq_factor'\] is 1.0; want no such key: type 'yarn'"),
+    (dict(scaling={**YARN, "truncate": None}), r"scaling\['truncate'\] is None; want True or False"),
+    (dict(scaling={**YARN, "attention_factor": "2"}), r"scaling\['attention_factor'\] is '2'; want a positive number"),
 ])  # fmt: skip
 def test_rope_tables_refuse(arguments, words):
     with pytest.raises((TypeError, ValueError), match=words):

@@ -188,6 +188,8 @@ class DFlash2(Backend):
     def __init__(self, device, windows=None):
         import ladder.step08_dflash2 as step08
 
+        if not isinstance(windows, (step08.RangeWindows, type(None))):
+            raise TypeError(f"backend step08: windows is {windows!r}; want RangeWindows, or None for every key")
         self.name, self.module, self.windows = "step08_dflash2", step08, windows
         self.workspace = step08.DecodeWorkspace(device)
         self.finds = torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
@@ -259,7 +261,7 @@ class Fused:
     def append_latent(self, latent, attention, cos, sin, batch, cache, q_rope, q_nope, out=None):
         return self.step08.fused_mla_append(
             latent, attention.latent_norm, cos, sin, batch.positions, cache, batch.slots, q_rope, q_nope=q_nope,
-            norm_eps=attention.config.eps, interleaved=False, out=out, workspace=self.workspace,
+            norm_eps=attention.latent_eps, interleaved=False, out=out, workspace=self.workspace,
         )  # fmt: skip
 
 

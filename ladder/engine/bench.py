@@ -270,10 +270,7 @@ def huggingface_config(c):
         n_shared_experts=c.num_shared, n_routed_experts=c.num_experts, num_experts_per_tok=c.top_k, kv_lora_rank=c.latent,
         q_lora_rank=None, qk_rope_head_dim=c.rope_dim, qk_nope_head_dim=c.nope_dim, v_head_dim=c.v_dim, n_group=1, topk_group=1,
         topk_method="greedy", norm_topk_prob=c.renormalize, first_k_dense_replace=c.num_dense, moe_layer_freq=1,
-        max_position_embeddings=c.context, rms_norm_eps=c.eps, rope_theta=c.rope_theta, routed_scaling_factor=c.routed_scale,
+        max_position_embeddings=c.context, rms_norm_eps=c.eps, routed_scaling_factor=c.routed_scale, rope_scaling=c.rope,
         scoring_func="softmax", tie_word_embeddings=False, attention_bias=False, hidden_act="silu", model_type="deepseek_v2",
-        rope_scaling=None if c.yarn_factor <= 1 else dict(
-            type="yarn", factor=c.yarn_factor, original_max_position_embeddings=c.yarn_original, beta_fast=c.yarn_beta_fast,
-            beta_slow=c.yarn_beta_slow, mscale=c.yarn_mscale, mscale_all_dim=c.yarn_mscale_all,
-        ),
+        **({} if c.rope_theta is None else {"rope_theta": c.rope_theta}),
     )  # fmt: skip

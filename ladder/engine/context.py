@@ -176,7 +176,7 @@ class ServingContext(Context):
             return q
         turn = self.rows if given is None else self.cos_sin[batch.positions]
         compressed, rope = latent.split([c.latent, c.rope_dim], dim=-1)
-        compressed = rms_norm(compressed, attention.latent_norm, c.eps)
+        compressed = rms_norm(compressed, attention.latent_norm, attention.latent_eps)
         row = torch.cat([compressed, rotate(rope[:, None], turn)[:, 0]], dim=-1)
         self.cache.append(attention.layer, batch.slots, row)
         return torch.cat([q[..., : c.nope_dim] if q_nope is None else q_nope, rotate(q_rope, turn)], dim=-1)

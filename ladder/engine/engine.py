@@ -7,9 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
+from ladder.contract import FLOATS, check_flag, check_integer
+
 from . import backends
+from .checks import check_number
 from .kv_pool import PagePool
 from .layers import MOST_ROWS, HostCopy
+from .models import Spec
 from .runner import GRAPH_RESERVE, MemoryPlan, Runner, device_memory
 from .sampling import SamplingParams, sample
 from .scheduler import Request, Scheduler
@@ -45,7 +49,8 @@ class Engine:
         log: called with each line of the log. progress: see ``Spec.load``.
 
     Raises:
-        ValueError: before anything is allocated: an unknown backend, one that cannot run here, a model that does not fit.
+        TypeError, ValueError: before anything is allocated: an argument that is none, an unknown backend, one that cannot run here, a
+            model that does not fit.
     """
 
     def __init__(
@@ -53,24 +58,34 @@ class Engine:
         max_seqs=64, chunk_tokens=8192, chunk_keys=65536, decode_every=4, page_size=64, cuda_graphs=True, windows=None,
         log=None, progress=None,
     ):  # fmt: skip
+        if not isinstance(spec, Spec):
+            raise TypeError(f"engine: spec is {spec!r}; want a Spec, such as ladder.engine.models.find('tiny-moe')")
+        for name, value in (("log", log), ("progress", progress)):
+            if value is not None and not callable(value):
+                raise TypeError(f"engine: {name} is {value!r}; want a function, or None")
+        sizes = dict(max_seqs=max_seqs, chunk_tokens=chunk_tokens, chunk_keys=chunk_keys, decode_every=decode_every, page_size=page_size)
+        max_seqs, chunk_tokens, chunk_keys, decode_every, page_size = (
+            check_integer("engine", name, value, 1) for name, value in sizes.items()
+        )
+        kv_tokens, max_len = (
+            value if value is None else check_integer("engine", name, value, 1, optional=True)
+            for name, value in (("kv_tokens", kv_tokens), ("max_len", max_len))
+        )
+        mem_fraction = check_number("engine", "mem_fraction", mem_fraction, most=1.0, above=True)
+        check_flag("engine", "cuda_graphs", cuda_graphs)
         self.log = log or (lambda line: None)
         self.parallel = spec.parallel
         if self.parallel:
             self.parallel.check(spec.config)
             device = self.parallel.device
-        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = check_device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        dtype = (torch.bfloat16 if device.type == "cuda" else torch.float32) if dtype is None else dtype
+        if dtype not in FLOATS:
+            raise ValueError(f"engine: dtype is {dtype!r}; want torch.float16, torch.bfloat16 or torch.float32, or None")
         attention = backends.make(backend, device, windows)
         attention.check(device, dtype)
-        sizes = dict(max_seqs=max_seqs, chunk_tokens=chunk_tokens, chunk_keys=chunk_keys, decode_every=decode_every, page_size=page_size)
-        sizes |= {name: value for name, value in (("kv_tokens", kv_tokens), ("max_len", max_len)) if value is not None}
-        for name, value in sizes.items():
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"engine: {name} is {value!r}; want an integer of at least 1")
-        if not 0 < mem_fraction <= 1:
-            raise ValueError(f"engine: mem_fraction is {mem_fraction}; want above 0, at most 1")
         if max_len is not None and max_len > spec.config.context:
             raise ValueError(f"engine: max_len is {max_len}; want at most {spec.config.context}, the context of {spec.name}")
         self.spec, self.backend, self.device, self.dtype = spec, attention, device, dtype
@@ -151,9 +166,12 @@ class Engine:
             prompt: token ids. params: ``SamplingParams``.
 
         Raises:
+            TypeError: no prompt, or no ``SamplingParams``.
             ValueError: an empty prompt, what is no id of the vocabulary, a request longer than a sequence or the pool may be.
         """
         prompt = check_prompt(prompt, self.spec.config.vocab)
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"engine: params is {params!r}; want SamplingParams")
         if len(prompt) + params.max_tokens > self.max_len:
             raise ValueError(
                 f"engine: {len(prompt)} prompt tokens and {params.max_tokens} to generate are {len(prompt) + params.max_tokens}; "
@@ -171,9 +189,7 @@ class Engine:
         Raises:
             ValueError: there is no request of that number.
         """
-        if number not in self.requests:
-            raise ValueError(f"engine: there is no request {number!r}")
-        request = self.requests[number]
+        request = self._request(number)
         if request.finished is None:
             self.scheduler.finish(request, "cancelled")
             self._tell(Event(number, None, "cancelled"))
@@ -184,11 +200,15 @@ class Engine:
         Raises:
             ValueError: there is no request of that number, or it has not ended.
         """
-        if number not in self.requests:
-            raise ValueError(f"engine: there is no request {number!r}")
-        if self.requests[number].finished is None:
+        if self._request(number).finished is None:
             raise ValueError(f"engine: request {number} has not ended; want one that has, or cancel it first")
         return self.requests.pop(number)
+
+    def _request(self, number):
+        number = check_integer("engine", "number", number, 0)
+        if number not in self.requests:
+            raise ValueError(f"engine: there is no request {number}")
+        return self.requests[number]
 
     @property
     def busy(self):
@@ -269,9 +289,9 @@ class Engine:
         that no stream submitted.
 
         Raises:
-            ValueError: as ``submit``, and nothing stays queued.
+            TypeError, ValueError: as ``submit``, and nothing stays queued.
         """
-        prompts = list(prompts)
+        prompts = _listed(prompts)
         params = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"engine: {len(params)} params for {len(prompts)} prompts; want one for all, or one for each")
@@ -297,16 +317,47 @@ class Engine:
 
     def generate(self, prompts, params=SamplingParams()):
         """The answers (lists of token ids) to prompts, in their order."""
-        prompts, first = list(prompts), self._submitted
-        own = range(first, first + len(prompts))
-        others = [event for event in self.stream(prompts, params) if event.request not in own]
-        self._events.extendleft(reversed(others))  # for who submitted them
+        prompts, first = _listed(prompts), self._submitted
+        own, others = range(first, first + len(prompts)), []
+        try:
+            for event in self.stream(prompts, params):
+                if event.request not in own:
+                    others.append(event)
+        finally:  # after an error too, for who submitted them
+            self._events.extendleft(reversed(others))
         return [self.requests[number].output for number in own]
 
 
+def check_device(device):
+    """``device`` as a ``torch.device`` of this machine, None as its GPU or else its CPU; ValueError when it is none."""
+    kinds = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
+    try:
+        found = torch.device(kinds[0] if device is None else device)
+    except (RuntimeError, TypeError):
+        found = None
+    if found is None or found.type not in kinds:
+        raise ValueError(f"engine: device is {device!r}; want {' or '.join(kinds)}, which this machine has, or None")
+    return found
+
+
+def _listed(prompts):
+    try:
+        return list(prompts)
+    except TypeError:
+        raise TypeError(f"engine: prompts is {prompts!r}; want a list of prompts, each a list of token ids") from None
+
+
 def check_prompt(prompt, vocab):
-    """A prompt as a list of ints; ValueError when it is empty or holds what is no id of a vocabulary of that size."""
+    """A prompt as a list of ints.
+
+    Raises:
+        TypeError: it is no list. ValueError: it is empty, or holds what is no id of a vocabulary of that size.
+    """
     tokens = []
+    try:
+        prompt = list(prompt)
+    except TypeError:
+        raise TypeError(f"engine: prompt is {prompt!r}; want a list of token ids") from None
     for token in prompt:
         try:
             tokens.append(operator.index(token))

@@ -1,5 +1,6 @@
 """One step of a model on a device: batches of requests as tensors, decode as CUDA graphs, and the memory plan."""
 
+import functools
 import os
 from dataclasses import dataclass
 
@@ -44,6 +45,17 @@ def device_memory(device):
         free, total = torch.cuda.mem_get_info(device)
         return total, total - free
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"), 0
+
+
+def serving(method):
+    """Decorate what runs the model: no gradients, and the runner's own dtype, whatever ``torch.autocast`` says around it."""
+
+    @functools.wraps(method)
+    def call(self, *args):
+        with torch.inference_mode(), torch.autocast(self.device.type, enabled=False):
+            return method(self, *args)
+
+    return call
 
 
 class Runner:
@@ -103,7 +115,7 @@ class Runner:
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
-    @torch.inference_mode()
+    @serving
     def prefill(self, chunks):
         """Compute chunks of prompts; logits (n, vocab) of those whose last token was among them, or None."""
         batch = self.batch(chunks, False)
@@ -117,7 +129,7 @@ class Runner:
         hidden = self.model(batch.tokens, self.context, rows)
         return self.model.logits(hidden) if last else None
 
-    @torch.inference_mode()
+    @serving
     def decode(self, requests):
         """The logits (n, vocab) of one more token for each request, and their largest entries (n,)."""
         self.replayed = None
@@ -141,6 +153,7 @@ class Runner:
         if self.replayed:
             self.replayed.state[0, : len(tokens)].copy_(tokens)
 
+    @serving
     def measure(self, chunk_tokens):
         """Bytes of activations that a full prefill step and the sampling of a full batch need on top of weights and cache."""
         if self.device.type != "cuda":
@@ -160,10 +173,9 @@ class Runner:
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         self.prefill(chunks)
-        with torch.inference_mode():
-            hidden = torch.zeros(self.max_seqs, self.spec.config.width, dtype=self.dtype, device=self.device)
-            rows = self.model.logits(hidden)
-            sample(rows, [SamplingParams(temperature=1.0, top_p=0.9)] * self.max_seqs, [0] * self.max_seqs)
+        hidden = torch.zeros(self.max_seqs, self.spec.config.width, dtype=self.dtype, device=self.device)
+        rows = self.model.logits(hidden)
+        sample(rows, [SamplingParams(temperature=1.0, top_p=0.9)] * self.max_seqs, [0] * self.max_seqs)
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - before
         assert rows.shape[1] == vocab
@@ -228,14 +240,13 @@ class DecodeGraph:
 
     def run(self, requests):
         count = len(requests)
-        now = [(r.id, r.preempted, r.computed) for r in requests]
-        if now != self.next:
+        now, ready = [(r.id, r.preempted, r.computed) for r in requests], self.next
+        self.next = None  # until the replay is under way: an error leaves a state that nobody may go on from
+        if now != ready:
             columns = [[r.tokens(r.computed, 1)[0] for r in requests], [r.computed for r in requests], [1] * count]
             self.host_state[:, :count] = torch.tensor(columns)
             self.host_state[:, count:] = 0
             self.state.copy_(self.host_state, non_blocking=True)
-        greedy = all(r.params.temperature == 0 for r in requests)
-        self.next = [(number, preempted, computed + 1) for number, preempted, computed in now] if greedy else None
         holders = [(r.id, r.preempted, len(r.pages)) for r in requests]
         if holders != self.holders:
             self.host_table.zero_()
@@ -244,4 +255,6 @@ class DecodeGraph:
             self.table.copy_(self.host_table, non_blocking=True)
             self.holders = holders
         self.graph.replay()
+        if all(r.params.temperature == 0 for r in requests):
+            self.next = [(number, preempted, computed + 1) for number, preempted, computed in now]
         return self.logits[:count], self.greedy[:count]

@@ -6,13 +6,18 @@ import torch
 
 from ladder.contract import check_integer
 
+from .checks import check_number
+
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How a request is answered.
 
     max_tokens: most tokens to generate. temperature: 0 is greedy. top_p: sample from the fewest tokens that hold this
-    much probability. seed: of this request. stop: token ids that end the answer (the last token says which).
+    much probability, 1 from all. seed: of this request. stop: token ids that end the answer (the last token says which).
+
+    Raises:
+        TypeError, ValueError: naming the field, what came and what is wanted. None is no value of any of them.
     """
 
     max_tokens: int = 128
@@ -22,17 +27,19 @@ class SamplingParams:
     stop: tuple = ()
 
     def __post_init__(self):
-        check_integer("sampling", "max_tokens", self.max_tokens, 1)
-        check_integer("sampling", "seed", self.seed, 0)
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"sampling: temperature is {self.temperature}; want 0 for greedy, or a positive number")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"sampling: top_p is {self.top_p}; want above 0, at most 1")
         try:  # what is wrong here would fail a step of the engine, and everyone in it
             stop = tuple(self.stop)
         except TypeError:
             raise TypeError(f"sampling: stop is {self.stop!r}; want token ids, such as (0,)") from None
-        object.__setattr__(self, "stop", tuple(check_integer("sampling", "stop", token, 0) for token in stop))
+        checked = dict(
+            max_tokens=check_integer("sampling", "max_tokens", self.max_tokens, 1),
+            temperature=check_number("sampling", "temperature", self.temperature),
+            top_p=check_number("sampling", "top_p", self.top_p, most=1.0, above=True),
+            seed=check_integer("sampling", "seed", self.seed, 0),
+            stop=tuple(check_integer("sampling", "stop", token, 0) for token in stop),
+        )
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
 
 def sample(logits, params, positions):

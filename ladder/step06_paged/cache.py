@@ -23,7 +23,8 @@ class PagedKVCache:
         seq_lens: (max_seqs,) int32, tokens stored.
 
     The three tensors stay where they are, so a captured CUDA graph sees every later append. The page of a token is
-    chosen on the host, which knows all lengths without asking the device.
+    chosen on the host, which knows all lengths without asking the device. What changes them runs in inference mode: outside,
+    torch would refuse to write into a cache that was made inside, when the write has happened.
 
     Source: Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention".
     """
@@ -59,6 +60,7 @@ class PagedKVCache:
         """Tokens of sequence ``seq`` for which slots are taken, from the host's books: no synchronisation."""
         return self._lengths[self._check_seq(seq)]
 
+    @torch.inference_mode()
     def allocate(self, seq, num_tokens):
         """Take the pages that ``num_tokens`` more tokens of sequence ``seq`` need. All or nothing.
 
@@ -82,6 +84,7 @@ class PagedKVCache:
             del self._free[-missing:]
         self._lengths[seq] = length
 
+    @torch.inference_mode()
     def append(self, k, v, seqs=None):
         """Store new tokens behind the ones that the sequences have, in place; takes pages as needed.
 
@@ -92,7 +95,9 @@ class PagedKVCache:
         Raises:
             TypeError: ``k`` or ``v`` is no tensor, or a sequence number no integer.
             ValueError: shapes, dtypes or sequence numbers that do not fit, or a sequence longer than its table row.
-            MemoryError: the pool has too few free pages. Nothing is stored then.
+            MemoryError: the pool has too few free pages.
+
+        After any exception the sequences are as they were before.
         """
         for name, x, pages in (("k", k, self.k_pages), ("v", v, self.v_pages)):
             wanted = ("n", "t", *pages.shape[2:])
@@ -117,10 +122,19 @@ class PagedKVCache:
         needed = sum(max(0, -(-(self.length(s) + new) // self.page_size) - len(self._pages[s])) for s in seqs)
         if needed > len(self._free):
             raise MemoryError(f"PagedKVCache: {new} more tokens need {needed} pages; {len(self._free)} are free")
-        for s in seqs:
-            self.allocate(s, new)
-        self.write(k, v, seqs)
+        before = [(s, self._lengths[s], len(self._pages[s])) for s in seqs]
+        try:
+            for s in seqs:
+                self.allocate(s, new)
+            self.write(k, v, seqs)
+        except BaseException:
+            for s, length, held in reversed(before):
+                self._give_back(s, length, held)
+            for s, _, held in before:  # the device last: it may be what failed
+                self.block_table[s, held:].fill_(-1)
+            raise
 
+    @torch.inference_mode()
     def write(self, k, v, seqs):
         """The device half of ``append``: store into slots taken before, and advance ``seq_lens``.
 
@@ -134,19 +148,25 @@ class PagedKVCache:
         self.v_pages.view(-1, *v.shape[2:]).index_copy_(0, slot, v.flatten(0, 1))
         self.seq_lens.index_add_(0, index, torch.full_like(index, k.shape[1], dtype=torch.int32))
 
+    @torch.inference_mode()
     def free(self, seq):
         """Forget sequence ``seq`` and give its pages back."""
         seq = self._check_seq(seq)
-        self._free += reversed(self._pages[seq])
-        self._pages[seq], self._lengths[seq] = [], 0
-        self.block_table[seq].fill_(-1)
         self.seq_lens[seq] = 0
+        self.block_table[seq].fill_(-1)
+        self._give_back(seq, 0, 0)  # the books last: after an error above the pages are still the sequence's, to be freed again
 
     def read(self, seq):
         """Sequence ``seq`` as contiguous k (length, Hkv, D) and v (length, Hkv, Dv), for tests and lessons."""
         seq = self._check_seq(seq)
         pages = torch.tensor(self._pages[seq], dtype=torch.int64, device=self.k_pages.device)
         return tuple(x[pages].flatten(0, 1)[: self._lengths[seq]] for x in (self.k_pages, self.v_pages))
+
+    def _give_back(self, seq, length, held):
+        """In the books alone: sequence ``seq`` has ``length`` tokens and its first ``held`` pages."""
+        self._free += reversed(self._pages[seq][held:])
+        del self._pages[seq][held:]
+        self._lengths[seq] = length
 
     def _check_length(self, seq, new):
         length = self._lengths[seq] + new

@@ -161,6 +161,56 @@ def test_misuse_is_named():
             call()
     with pytest.raises(OutOfPages, match="5 pages wanted"):
         pool.allocate("c", 20)
+    contiguous = ContiguousPool(8)
+    contiguous.allocate("a", 1, 2)
+    for call, message in (
+        (lambda: ContiguousPool(2.5), "num_tokens must be an integer"),
+        (lambda: contiguous.allocate("a", 1, 2), "already"),
+        (lambda: contiguous.allocate("b", 3, 2), "tokens must be in 1 .. 2, got 3"),
+        (lambda: contiguous.allocate("b", 1, 1.5), "reserve must be an integer, got 1.5"),
+        (lambda: contiguous.free("b"), "'b' is not in the pool"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def books(pool):
+    prefixes = [(name, list(pages), tokens) for name, (pages, tokens) in pool._prefixes.items()]  # least recently used first
+    pages = {name: list(pages) for name, pages in pool._pages.items()}
+    return pages, dict(pool._length), prefixes, list(pool._refs), list(pool._fill), sorted(pool._free)
+
+
+def test_what_is_refused_changes_nothing():
+    """Also the order in which prefixes go, and reference counts, which no statistic shows."""
+    pool = KVPool(8, 4)
+    for prefix in "pq":
+        pool.allocate(prefix, 8)
+        pool.cache_prefix(prefix, prefix, 8)
+        pool.free(prefix)
+    pool.allocate("a", 10)
+    before = books(pool)
+    for error, call in (
+        (OutOfPages, lambda: pool.allocate("b", 40, prefix="p")),
+        (OutOfPages, lambda: pool.append("a", 30)),
+        (ValueError, lambda: pool.allocate("b", 8.0, prefix="p")),
+        (ValueError, lambda: pool.allocate("b", 18.5)),
+        (ValueError, lambda: pool.allocate("b", True)),
+        (ValueError, lambda: pool.append("a", 9.0)),
+        (ValueError, lambda: pool.append("a", "1")),
+        (ValueError, lambda: pool.cache_prefix("p", "a", 8.0)),
+        (ValueError, lambda: pool.fork("a", "a")),
+        (ValueError, lambda: pool.apply([(0, 7), (0, 6)])),
+        (ValueError, lambda: pool.apply([(0, -1)])),
+        (ValueError, lambda: pool.apply([(0, 8)])),
+        (TypeError, lambda: pool.allocate([], 4)),
+        (TypeError, lambda: pool.cache_prefix([], "a", 4)),
+        (TypeError, lambda: pool.fork("a", [])),
+    ):
+        with pytest.raises(error):
+            call()
+        assert books(pool) == before
+    pool.apply(move for move in [(0, 7)])
+    assert pool._prefixes["p"][0] == [7, 1]
 
 
 def test_pages_of_the_prefix_that_a_sequence_takes_are_not_counted_as_free():

@@ -1,12 +1,15 @@
 """The models that the engine serves: what each weighs, what it caches for a token, and how its weights and text are read."""
 
-import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ladder.contract import check_integer
+
+from ..checks import check_number, read_json
 from . import deepseek_v2, tiny_moe
 
 NAMES = ("tiny-moe", "deepseek-v2-lite", "mla-dense")
@@ -29,6 +32,18 @@ class Spec:
     std: float = 0.02
     parallel: Any = field(default=None, compare=False)
     router_bias: Any = field(default=None, compare=False)
+
+    def __post_init__(self):
+        if not isinstance(self.config, (deepseek_v2.DeepseekV2Config, tiny_moe.TinyMoEConfig)):
+            raise TypeError(f"engine: config is a {type(self.config).__name__}; want a DeepseekV2Config or TinyMoEConfig")
+        if not isinstance(self.source, (str, Path, type(None))):
+            raise TypeError(f"engine: source is {self.source!r}; want the path of weights, or None for random ones")
+        object.__setattr__(self, "source", None if self.source is None else Path(self.source))
+        check_integer("engine", "seed", self.seed, 0)
+        check_number("engine", "std", self.std)
+        wanted = (self.config.num_layers - getattr(self.config, "num_dense", 0), self.config.num_experts)
+        if self.router_bias is not None and (found := tuple(torch.as_tensor(self.router_bias).shape)) != wanted:
+            raise ValueError(f"engine: router_bias has shape {found}; want {wanted}, (MoE layers, experts), or None")
 
     @property
     def latent(self):
@@ -87,14 +102,20 @@ class Spec:
             model = tiny_moe.load(self.source, dtype, device)
         return self.parallel.shrink(model) if self.parallel else model
 
-    @property
+    @cached_property
     def end(self):
-        """Token ids that end a text."""
+        """Token ids that end a text: those that generation_config.json names, else those of config.json."""
         if not self.latent:
             return (tiny_moe.END,)
-        path = self.source / "config.json" if self.source else None
-        ids = json.loads(path.read_text()).get("eos_token_id") if path else None
-        return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+        files = [self.source / name for name in ("generation_config.json", "config.json")] if self.source else []
+        for path in files:
+            ids = read_json(self.name, path).get("eos_token_id") if path.is_file() else None
+            if ids is not None:
+                found = ids if isinstance(ids, list) else [ids]
+                if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in found):
+                    raise ValueError(f"{self.name}: eos_token_id in {path} is {ids!r}; want a token id, or a list of them")
+                return tuple(found)
+        return ()
 
     def tokenizer(self):
         """Something with ``encode(text)`` to ids and ``decode(ids)`` to text.
@@ -140,7 +161,7 @@ def find(name, checkpoint=None):
     """The ``Spec`` of a model by name; ``checkpoint`` is a folder (deepseek-v2-lite) or file (tiny-moe) of weights.
 
     Raises:
-        ValueError: there is no such model. FileNotFoundError: there are no such weights.
+        ValueError: there is no such model, or its files say what it cannot be. FileNotFoundError: there are no such weights.
     """
     if name == "tiny-moe":
         path = Path(checkpoint or tiny_moe.WEIGHTS)
@@ -156,5 +177,7 @@ def find(name, checkpoint=None):
         if not (folder / "config.json").is_file():
             raise FileNotFoundError(f"{name}: no config.json in {folder}; want a folder with the public checkpoint")
         deepseek_v2.checkpoint_files(folder)
-        return Spec(name, deepseek_v2.DeepseekV2Config.from_json(folder / "config.json"), folder)
+        spec = Spec(name, deepseek_v2.DeepseekV2Config.from_json(folder / "config.json"), folder)
+        spec.end  # now, so that a broken file is told before anything is loaded
+        return spec
     raise ValueError(f"model is {name!r}; want one of {', '.join(NAMES)}")

@@ -8,23 +8,48 @@ ride in the grouped product that the others need anyway.
 Source: DeepSeek-AI, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model", section 2.
 """
 
-import json
-import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from ..layers import linear, rotary_table, run_experts, serving_on_gpu, spread, swiglu
+from ladder.step08_dflash2 import rope_tables, yarn_mscale
 
+from ..checks import check_sizes, read_json
+from ..layers import linear, run_experts, serving_on_gpu, spread, swiglu
+
+NAME = "deepseek-v2-lite"
 MLP_TOKENS = 8192  # tokens that a dense layer takes at once when serving: its inner columns are five times the model's
+YARN = dict(type="yarn", factor=40.0, original_max_position_embeddings=4096, beta_fast=32.0, beta_slow=1.0, mscale=0.707,
+            mscale_all_dim=0.707)  # fmt: skip
+
+# What ``config.json`` calls a size, and what it is where the file does not say. The defaults are those of transformers.
+FORMAT = dict(
+    num_layers=("num_hidden_layers", 32), width=("hidden_size", 4096), num_heads=("num_attention_heads", 32),
+    latent=("kv_lora_rank", 512), rope_dim=("qk_rope_head_dim", 64), nope_dim=("qk_nope_head_dim", 128), v_dim=("v_head_dim", 128),
+    num_experts=("n_routed_experts", 64), top_k=("num_experts_per_tok", None), num_shared=("n_shared_experts", 2),
+    expert_width=("moe_intermediate_size", 1407), dense_width=("intermediate_size", 11008), num_dense=("first_k_dense_replace", 0),
+    vocab=("vocab_size", 102400), context=("max_position_embeddings", 2048), rope_theta=("rope_theta", None),
+    eps=("rms_norm_eps", 1e-6), routed_scale=("routed_scaling_factor", 1.0),
+)  # fmt: skip
+# What this model has in one way only: what it is where the file does not say, and what it must be. ``norm_topk_prob`` is here
+# because transformers ignores it and the published code then leaves out ``routed_scaling_factor``: nobody knows what it means.
+FIXED = dict(
+    model_type=(None, "deepseek_v2"), q_lora_rank=(1536, None), scoring_func=("softmax", "softmax"), topk_method=("greedy", "greedy"),
+    norm_topk_prob=(False, False), moe_layer_freq=(1, 1), hidden_act=("silu", "silu"), attention_bias=(False, False),
+    mlp_bias=(False, False), tie_word_embeddings=(False, False), quantization_config=(None, None), partial_rotary_factor=(None, None),
+    original_max_position_embeddings=(None, None),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class DeepseekV2Config:
-    """Sizes of DeepSeek-V2-Lite, under names of our own; ``from_json`` reads the checkpoint's ``config.json``."""
+    """Sizes of DeepSeek-V2-Lite, under names of our own; ``from_json`` reads the checkpoint's ``config.json``.
+
+    rope_theta, rope: ``theta`` and ``scaling`` of ``ladder.step08_dflash2.rope_tables``.
+    """
 
     num_layers: int = 27
     width: int = 2048
@@ -41,17 +66,20 @@ class DeepseekV2Config:
     num_dense: int = 1
     vocab: int = 102400
     context: int = 163840
-    rope_theta: float = 10000.0
+    rope_theta: float | None = None
     eps: float = 1e-6
     renormalize: bool = False
     routed_scale: float = 1.0
-    # YaRN: how positions beyond the first training's were stretched
-    yarn_factor: float = 40.0
-    yarn_original: int = 4096
-    yarn_beta_fast: float = 32.0
-    yarn_beta_slow: float = 1.0
-    yarn_mscale: float = 0.707
-    yarn_mscale_all: float = 0.707
+    rope: dict | None = field(default_factory=YARN.copy, hash=False)
+
+    def __post_init__(self):
+        check_sizes(NAME, self, ("num_shared", "num_dense"), {ours: f"{theirs} in config.json" for ours, (theirs, _) in FORMAT.items()})
+        if self.top_k > self.num_experts:
+            raise ValueError(f"{NAME}: top_k is {self.top_k}; want at most {self.num_experts}, the number of experts")
+        try:
+            rope_tables(self.rope_dim, 0, self.rope_theta, self.rope)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{NAME}: rotary positions: {error}") from error
 
     @property
     def qk_dim(self):
@@ -60,66 +88,36 @@ class DeepseekV2Config:
     @property
     def scale(self):
         """1/sqrt(192) times the square of YaRN's factor on the logits."""
-        return self.qk_dim**-0.5 * yarn_mscale(self.yarn_factor, self.yarn_mscale_all) ** 2
+        rope = self.rope or {}
+        return self.qk_dim**-0.5 * yarn_mscale(rope.get("factor") or 1.0, rope.get("mscale_all_dim") or 0.0) ** 2
 
     @classmethod
     def from_json(cls, path):
-        """The configuration of a checkpoint folder.
+        """The configuration of a checkpoint folder. What the file does not say is what it is in transformers.
 
         Raises:
-            ValueError: it is another architecture, or one with a feature that this model lacks.
+            ValueError: it is another architecture, one with a feature that this model lacks, or no configuration.
         """
-        c = json.loads(Path(path).read_text())
-        wanted = {"model_type": "deepseek_v2", "q_lora_rank": None, "scoring_func": "softmax", "topk_method": "greedy", "moe_layer_freq": 1}
-        for name, value in wanted.items():
-            if c.get(name, value) != value:
-                raise ValueError(f"deepseek-v2-lite: {name} in {path} is {c[name]!r}; want {value!r}")
-        rope = c.get("rope_scaling") or c.get("rope_parameters") or {}  # the second since transformers 5
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind not in ("yarn", "default"):
-            raise ValueError(f"deepseek-v2-lite: rotary scaling in {path} is {kind!r}; want 'yarn' or none")
-        rope = {"factor": 1.0, **rope}
-        c = {"rope_theta": rope.get("rope_theta", 10000.0), **c}
-        names = dict(
-            num_layers="num_hidden_layers", width="hidden_size", num_heads="num_attention_heads", latent="kv_lora_rank",
-            rope_dim="qk_rope_head_dim", nope_dim="qk_nope_head_dim", v_dim="v_head_dim", num_experts="n_routed_experts",
-            top_k="num_experts_per_tok", num_shared="n_shared_experts", expert_width="moe_intermediate_size",
-            dense_width="intermediate_size", num_dense="first_k_dense_replace", vocab="vocab_size",
-            context="max_position_embeddings", rope_theta="rope_theta", eps="rms_norm_eps", renormalize="norm_topk_prob",
-            routed_scale="routed_scaling_factor",
-        )  # fmt: skip
-        yarn = dict(yarn_factor="factor", yarn_original="original_max_position_embeddings", yarn_beta_fast="beta_fast",
-                    yarn_beta_slow="beta_slow", yarn_mscale="mscale", yarn_mscale_all="mscale_all_dim")  # fmt: skip
-        found = {ours: c[theirs] for ours, theirs in names.items() if theirs in c}
-        found |= {ours: rope[theirs] for ours, theirs in yarn.items() if theirs in rope}
-        assert set(found) <= {f.name for f in fields(cls)}
-        return cls(**found)
+        c = read_json(NAME, path)
+        for name, (missing, wanted) in FIXED.items():
+            if c.get(name, missing) != wanted:
+                given = f"{c[name]!r}" if name in c else f"missing, which means {missing!r}"
+                raise ValueError(f"{NAME}: {name} in {path} is {given}; want {wanted!r}")
+        sizes = {ours: c.get(theirs, default) for ours, (theirs, default) in FORMAT.items()}
+        if c.get("num_key_value_heads") not in (None, sizes["num_heads"]):
+            raise ValueError(f"{NAME}: num_key_value_heads in {path} is {c['num_key_value_heads']!r}; want that of num_attention_heads")
+        old, new = c.get("rope_scaling"), c.get("rope_parameters")  # the second since transformers 5
+        if old and new and old != new:
+            raise ValueError(f"{NAME}: {path} has rope_scaling {old!r} and rope_parameters {new!r}; want one of them")
+        try:
+            return cls(**sizes, rope=old or new)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{error}; read from {path}") from error
 
 
-def yarn_mscale(factor, mscale):
-    """YaRN's temperature for a context stretched by ``factor``. Source: Peng et al., "YaRN", section 3.4."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def yarn_table(config, length, device=None):
-    """Cosines and sines (length, rope_dim) float32: fast dimensions keep their frequency, slow ones are stretched.
-
-    Source: Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", section 3.2.
-    """
-    c, half = config, config.rope_dim // 2
-    if c.yarn_factor <= 1:
-        return rotary_table(c.rope_dim, length, c.rope_theta, device)
-
-    def dimension(turns):  # the dimension that turns so often within the original context
-        return c.rope_dim * math.log(c.yarn_original / (turns * 2 * math.pi)) / (2 * math.log(c.rope_theta))
-
-    low, high = max(0, math.floor(dimension(c.yarn_beta_fast))), min(c.rope_dim - 1, math.ceil(dimension(c.yarn_beta_slow)))
-    stretch = ((torch.arange(half, dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0, 1)
-    frequency = c.rope_theta ** (-torch.arange(half, dtype=torch.float64) * 2 / c.rope_dim)
-    frequency = frequency * (1 - stretch) + frequency / c.yarn_factor * stretch
-    angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
-    factor = yarn_mscale(c.yarn_factor, c.yarn_mscale) / yarn_mscale(c.yarn_factor, c.yarn_mscale_all)
-    return (torch.cat([angle.cos(), angle.sin()], dim=-1) * factor).float().to(device)
+def rope_table(config, length, device=None):
+    """Cosines and sines (length, rope_dim) float32: the first half of a row is cos, the second sin."""
+    return torch.cat(rope_tables(config.rope_dim, length, config.rope_theta, config.rope), dim=-1).to(device)
 
 
 class LatentAttention(nn.Module):
@@ -128,9 +126,10 @@ class LatentAttention(nn.Module):
     q_kv: (H * 192 + 512 + 64, width), the queries' and the latent's projections as one product.
     k_up (H, 128, 512) and v_up (H, 128, 512): what makes a head's keys and values out of the latent.
     parallel: see ``ladder.engine.parallel``; None is all heads here.
+    latent_eps: of the latent's norm, which does not follow ``rms_norm_eps``.
     """
 
-    parallel = None
+    parallel, latent_eps = None, 1e-6
 
     def __init__(self, config, layer):
         super().__init__()
@@ -276,7 +275,7 @@ def empty(config, dtype, device, parallel=None):
         model = DeepseekV2(config)
     model = parallel.shrink(model) if parallel else model
     model = model.to(dtype).to_empty(device=device).requires_grad_(False).eval()
-    model.register_buffer("cos_sin", yarn_table(config, config.context, device), persistent=False)
+    model.register_buffer("cos_sin", rope_table(config, config.context, device), persistent=False)
     return model
 
 
@@ -347,11 +346,14 @@ def checkpoint_files(folder):
     """The safetensors files of a checkpoint, by its index where it has one.
 
     Raises:
-        FileNotFoundError: naming the file that is not there.
+        FileNotFoundError: naming the file that is not there. ValueError: the index is none.
     """
     index = Path(folder) / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        weight_map = read_json(NAME, index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{NAME}: weight_map in {index} is {weight_map!r}; want an object of tensors and their files")
+        names = sorted(set(weight_map.values()))
     else:
         names = ["model.safetensors"]
     for name in names:

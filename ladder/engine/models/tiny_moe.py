@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..checks import check_sizes
 from ..layers import linear, rotary_table, rotate, run_experts, swiglu
 
 WEIGHTS = Path(__file__).resolve().parents[1] / "data" / "tiny_moe.safetensors"
@@ -37,6 +38,9 @@ class TinyMoEConfig:
     eps: float = 1e-6
     renormalize: bool = True
     routed_scale: float = 1.0
+
+    def __post_init__(self):
+        check_sizes("tiny-moe", self)
 
     @property
     def scale(self):
@@ -183,7 +187,10 @@ def read_config(path=WEIGHTS):
         raise ValueError(f"tiny-moe: {path} is no safetensors file ({error}); want a file that train_tiny_moe wrote") from error
     if "config" not in metadata:
         raise ValueError(f"tiny-moe: {path} holds no configuration; want a file that train_tiny_moe wrote")
-    return TinyMoEConfig(**json.loads(metadata["config"]))
+    try:
+        return TinyMoEConfig(**json.loads(metadata["config"]))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"tiny-moe: {path} holds no configuration of it ({error}); want a file that train_tiny_moe wrote") from error
 
 
 def load(path=WEIGHTS, dtype=torch.float32, device="cpu"):
