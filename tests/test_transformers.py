@@ -216,13 +216,13 @@ def test_a_mask_says_what_the_full_mask_says(window, static, padding, q_length):
     made = ours.key_mask(batch_size=3, q_length=q_length, kv_length=kv_length, mask_function=function, **arguments)
     query = torch.empty(3, 4, q_length, 8)
     causal, found_window, entries = ours._decode_mask(made, query, kv_length)
-    assert (found_window or None) == window and causal is (None if made is None else True)
+    assert (found_window or None) == window and causal is True
     visible = ours._visible(entries, query, kv_length, True, window)
     real = torch.ones(3, q_length, dtype=torch.bool) if attention_mask is None else attention_mask[:, TOKENS - q_length :]
     assert torch.equal(visible.expand_as(full)[:, 0][real], full[:, 0][real])
     if padding in (None, "all") and not static and window is None:
-        assert made is None
-    assert made is None or made.untyped_storage().nbytes() <= 4 * 3 * (1 + kv_length + q_length)  # not Sq x Sk
+        assert entries is None and made.untyped_storage().nbytes() <= 4 * 3
+    assert made.untyped_storage().nbytes() <= 4 * 3 * (1 + kv_length + q_length)  # not Sq x Sk
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
