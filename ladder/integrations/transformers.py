@@ -121,6 +121,8 @@ def _look_at_model(model, config):
 def _use_of_masks(model):
     """(whether the code of a model's class calls a backend, whether a part of the model edits a mask made by transformers)."""
     code = _code_of(model)
+    if any(map(_has_table_of_attentions, code.values())):
+        return False, True
     if not any(map(_makes_masks, code.values())):
         return True, False
     files = {made.__module__ for made in model.__mro__ if made in code}
@@ -173,12 +175,21 @@ def _calls_backend(code):
     return any(isinstance(node, ast.Name) and node.id in ("ALL_ATTENTION_FUNCTIONS", "AttentionInterface") for node in ast.walk(code))
 
 
+def _has_table_of_attentions(code):
+    """Whether a class of its own is chosen by the name of the attention, which is in no such table."""
+    return any(
+        isinstance(node, ast.Subscript) and getattr(node.slice, "attr", None) == "_attn_implementation"
+        and not getattr(node.value, "id", "").startswith("ALL_") for node in ast.walk(code)
+    )  # fmt: skip
+
+
 def _makes_masks(code):
     """Whether a piece of code names one of transformers' functions that make masks."""
     names = (getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(code))
     return any(re.fullmatch(r"create_\w*masks?(_\w*)?", name) for name in names)
 
 
+_NAMES_OF_MASKS = ("attention_mask", "causal_mask", "mask", "padding_mask")
 _WANTS_WHOLE_MASKS = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
 
 
@@ -197,7 +208,7 @@ def _edits_masks(made, definition):
             continue  # its own attention, beside the backends
         masks = {}  # name: the line that makes it
         if not issubclass(made, PreTrainedModel) and not _makes_masks(method):  # whose arguments are a caller's masks
-            masks = {node.arg: 0 for node in nodes if isinstance(node, ast.arg) and node.arg in ("attention_mask", "causal_mask", "mask")}
+            masks = {node.arg: 0 for node in nodes if isinstance(node, ast.arg) and node.arg in _NAMES_OF_MASKS}
         harmless = set()
         for node in nodes:
             if getattr(node, "arg", getattr(node, "value", None)) in _WANTS_WHOLE_MASKS:  # a keyword, or its name in a dict
@@ -282,7 +293,7 @@ def _forward(
         sliding_window = check_integer(backend, "sliding_window", sliding_window, 0, optional=True)
     for name, what in UNREAD.items():
         if (given := kwargs.get(name)) is not None and given is not False:
-            raise NotImplementedError(f"{backend}: {what} ({name}); want attn_implementation='eager', or 'sdpa' and generate()")
+            raise NotImplementedError(f"{backend}: {what} ({name}); want attn_implementation='eager' or 'sdpa' for this model")
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     mask_causal, mask_window, attention_mask = _decode_mask(attention_mask, query, seqlen_k)
     if mask_causal is not None:
