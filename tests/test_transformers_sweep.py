@@ -1,9 +1,9 @@
 """Models of transformers, made tiny, on step 08 beside transformers' own eager attention."""
 
 import copy
-import functools
 import inspect
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ladder.integrations import transformers as ours  # noqa: E402
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # layers that fall back say so, and transformers says much else
 ours.register()
 
 SMALL = dict(  # values for the usual names of fields, where a configuration has them
@@ -74,14 +75,8 @@ LENGTHS = torch.tensor([18, 4, 11])
 LEFT, RIGHT = (torch.arange(18) >= 18 - LENGTHS[:, None]).long(), (torch.arange(18) < LENGTHS[:, None]).long()
 
 
-@functools.cache
-def tiny(model_type):
+def build(kind, config):
     """(model on dflash2, the same on eager) with random weights that make no attention uniform."""
-    kind = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
-    config = small(kind.config_class, **EXCEPTIONS.get(model_type, {}))
-    with torch.device("meta"):
-        size = sum(p.numel() for p in kind._from_config(copy.deepcopy(config), attn_implementation="eager").parameters())
-    assert size < 1e8, f"{model_type} has {size} parameters"
     torch.manual_seed(0)
     model = kind._from_config(copy.deepcopy(config), attn_implementation="dflash2", dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():
@@ -89,9 +84,21 @@ def tiny(model_type):
             torch.nn.init.normal_(parameter, std=0.25)
         elif "sink" in name:
             torch.nn.init.normal_(parameter, std=2.0)
+        elif name.endswith("gate"):  # of a layer that starts as none
+            torch.nn.init.ones_(parameter)
     other = kind._from_config(copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32).eval()
     other.load_state_dict(model.state_dict())
     return model, other
+
+
+def tiny(model_type):
+    """(model on dflash2, the same on eager) of a type."""
+    kind = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    config = small(kind.config_class, **EXCEPTIONS.get(model_type, {}))
+    with torch.device("meta"):
+        size = sum(p.numel() for p in kind._from_config(copy.deepcopy(config), attn_implementation="eager").parameters())
+    assert size < 1e8, f"{model_type} has {size} parameters; add the fields that make it small to SMALL or EXCEPTIONS"
+    return build(kind, config)
 
 
 def dense(model):
@@ -114,3 +121,152 @@ def generated(model):
 
 
 CHECKS = dict(dense=dense, left=lambda m: padded(m, LEFT), right=lambda m: padded(m, RIGHT), continued=continued, generate=generated)
+LEFT_OUT = {  # checks that transformers' own eager attention cannot do either
+    **dict.fromkeys(("cpmant", "openai-gpt", "prophetnet", "recurrent_gemma", "reformer", "rwkv", "xlm"), ["continued"]),
+    **dict.fromkeys(("musicgen", "musicgen_melody"), ["generate"]),
+}
+NOT_TINY = {
+    "blt": "its configuration lacks num_hidden_layers, which its own cache asks for",
+    "gemma3n": "its vision tower needs timm; gemma3n_text is the language model",
+    "gemma4_assistant": "it reads keys and values of another model",
+    "gemma4_unified_assistant": "it reads keys and values of another model",
+    "xlstm": "it has no attention, and its state does not fit its own kernels when it is small",
+}
+OWN = "is its own code, which calls no backend; want 'eager' or 'sdpa' for it"
+SPARSE = r"sparse attention \(indices\); want attn_implementation='eager' or 'sdpa' for this model"
+TOKEN_SINKS = r"a sink logit of each token \(sinks\); want attn_implementation='eager' or 'sdpa' for this model"
+REFUSED = {
+    **dict.fromkeys((
+        "big_bird", "bloom", "falcon", "git", "gpt_neo", "gpt_neox_japanese", "megatron-bert", "mpt", "mvp", "rembert", "roformer", "trocr",
+        "xglm", "xlnet",
+    ), OWN),
+    **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"), SPARSE),
+    **dict.fromkeys(("inkling2_loop_text", "inkling2_text"), TOKEN_SINKS),
+}  # fmt: skip
+SERVED = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in {*NOT_TINY, *REFUSED}]
+ALWAYS = [  # of every kind: grouped heads, latents, windows, sinks, softcaps, experts, own masks, results that are viewed, no rotation
+    "afmoe", "bamba", "bart", "bert", "cohere2", "deepseek_v3", "deepseek_v4", "doge", "dory", "gemma2", "gemma3_text", "gpt2", "gpt_oss",
+    "jetmoe", "llama", "llama4_text", "mimo_v2_flash", "minimax_m3_vl_text", "modernbert-decoder", "opt", "phi3", "qwen3_next", "smollm3",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def pytorch_path(monkeypatch):
+    """Step 08's PyTorch path: the kernels have their own tests."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+
+
+def of_both(models, run):
+    """Results of the same call on dflash2 and on eager."""
+    results = []
+    for model in models:
+        torch.manual_seed(0)
+        np.random.seed(0)  # BigBirdPegasus draws its random blocks
+        with torch.inference_mode():
+            results.append(run(model))
+    return results
+
+
+def check_close(mine, theirs):
+    spread = float(theirs.std())
+    assert spread > 1e-3, f"the results vary by {spread}, which shows nothing"
+    torch.testing.assert_close(mine, theirs, atol=1e-4 * max(1, spread), rtol=1e-4)
+
+
+def in_sweep(names, always):
+    return [name if name in always else pytest.param(name, marks=pytest.mark.sweep) for name in names]
+
+
+@pytest.mark.parametrize("model_type", in_sweep(SERVED, ALWAYS))
+def test_causal_models(model_type):
+    models = tiny(model_type)
+    for name, check in CHECKS.items():
+        if name not in LEFT_OUT.get(model_type, ()):
+            mine, theirs = of_both(models, check)
+            if name == "generate":
+                assert torch.equal(mine, theirs)
+            else:
+                check_close(mine, theirs)
+
+
+@pytest.mark.parametrize("model_type", in_sweep(REFUSED, ["bloom", "git", "deepseek_v32", "inkling2_text"]))
+def test_refused_models(model_type):
+    """Each says what to do instead, and that works."""
+    with pytest.raises((NotImplementedError, ValueError), match=REFUSED[model_type]):
+        of_both(tiny(model_type)[:1], dense)
+    kind = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    kind._from_config(small(kind.config_class, **EXCEPTIONS.get(model_type, {})), attn_implementation="eager")
+
+
+def test_lists_name_causal_models():
+    listed = {*NOT_TINY, *REFUSED, *ALWAYS, *LEFT_OUT, *EXCEPTIONS}
+    assert listed <= set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), listed - set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+# Encoders, and encoders with decoders
+
+LONG = torch.randint(3, 64, (2, 96), generator=torch.Generator().manual_seed(0))
+PADDED = (torch.arange(96) < torch.tensor([96, 70])[:, None]).long()
+ENCODERS = dict(
+    AlignTextModel={}, BertModel={}, ClapTextModel={}, EsmModel={}, EuroBertModel={}, ModernBertModel={}, SplinterModel={}, XLMRobertaModel={},
+)  # fmt: skip
+PAIRS = dict(
+    BartForConditionalGeneration={},
+    BigBirdPegasusForConditionalGeneration=dict(block_size=4, num_random_blocks=1),
+    LongT5ForConditionalGeneration=dict(d_kv=8, local_radius=8),
+    M2M100ForConditionalGeneration={},
+    NllbMoeForConditionalGeneration=dict(expert_capacity=64, encoder_sparse_step=2, decoder_sparse_step=2),
+    PegasusXForConditionalGeneration=dict(block_size=8, num_global_tokens=2),
+    SwitchTransformersForConditionalGeneration=dict(d_kv=8, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1),
+    T5ForConditionalGeneration=dict(d_kv=8),
+    T5GemmaForConditionalGeneration={},
+)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("mask", [None, PADDED], ids=["real", "padded"])
+def test_encoders(name, mask):
+    kind = getattr(transformers, name)
+    mine, theirs = of_both(
+        build(kind, small(kind.config_class, **ENCODERS[name])), lambda model: model(input_ids=LONG, attention_mask=mask).last_hidden_state
+    )
+    real = PADDED.bool() if mask is not None else torch.ones_like(PADDED).bool()
+    check_close(mine[real], theirs[real])
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("mask", [None, PADDED], ids=["real", "padded"])
+def test_encoders_with_decoders(name, mask):
+    kind = getattr(transformers, name)
+    models = build(kind, small(kind.config_class, **PAIRS[name]))
+    check_close(*of_both(models, lambda model: model(input_ids=LONG, attention_mask=mask, decoder_input_ids=LONG[:, :20]).logits))
+    tokens = of_both(models, lambda model: model.generate(
+        input_ids=LONG, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False, num_beams=1,
+    ))  # fmt: skip
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("attention_type", ["prob", "full"])
+def test_informer(attention_type):
+    """A decoder over numbers, whose encoder draws the queries that it attends from."""
+    config = transformers.InformerConfig(
+        prediction_length=6, context_length=24, lags_sequence=[1], num_time_features=1, d_model=32, encoder_layers=2, decoder_layers=2,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, attention_type=attention_type,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    past, future = torch.randn(2, 25, generator=generator), torch.randn(2, 6, generator=generator)
+    inputs = dict(
+        past_values=past, past_time_features=torch.linspace(0, 1, 25).expand(2, -1)[..., None], past_observed_mask=torch.ones_like(past),
+        future_values=future, future_time_features=torch.linspace(1, 2, 6).expand(2, -1)[..., None],
+    )  # fmt: skip
+    check_close(*of_both(build(transformers.InformerModel, config), lambda model: model(**inputs).last_hidden_state))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_mllama_sees_all_of_a_picture(masked):
+    """Cross attention without a mask, by a module that does not say whether it is causal."""
+    config = small(transformers.models.mllama.configuration_mllama.MllamaTextConfig, cross_attention_layers=[1])
+    models = build(transformers.MllamaForCausalLM, config)
+    picture = torch.randn(3, 20, 32, generator=torch.Generator().manual_seed(0))
+    mask = torch.zeros(3, 1, 18, 20).masked_fill(torch.arange(20) >= 9, torch.finfo(torch.float32).min) if masked else None
+    check_close(*of_both(models, lambda model: model(input_ids=IDS, cross_attention_states=picture, cross_attention_mask=mask).logits))
