@@ -217,8 +217,10 @@ PAIRS = dict(
     M2M100ForConditionalGeneration={},
     NllbMoeForConditionalGeneration=dict(expert_capacity=64, encoder_sparse_step=2, decoder_sparse_step=2),
     PegasusXForConditionalGeneration=dict(block_size=8, num_global_tokens=2),
-    SwitchTransformersForConditionalGeneration=dict(d_kv=8, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1),
-    T5ForConditionalGeneration=dict(d_kv=8),
+    SwitchTransformersForConditionalGeneration=dict(
+        d_kv=8, num_decoder_layers=2, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, decoder_start_token_id=0
+    ),
+    T5ForConditionalGeneration=dict(d_kv=8, decoder_start_token_id=0),
     T5GemmaForConditionalGeneration={},
 )
 

@@ -474,15 +474,18 @@ def _pattern(mask_function):
 
 
 def _full_mask(**arguments):
-    """transformers' own (B, 1, Sq, Sk) mask, never skipped, for None would mean something else here.
+    """transformers' own (B, 1, Sq, Sk) mask. Boolean and never skipped, for None would mean something else here.
 
-    Boolean, but for a model that edits its masks what its eager attention would add to the scores.
+    A model that edits its masks gets those that its eager attention adds to the scores, and None where that sees everything.
     """
     from transformers.masking_utils import eager_mask, sdpa_mask
 
-    arguments |= dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     dropped = ("q_length", "q_offset") if arguments["cache_position"] is not None else ("cache_position",)
-    make = eager_mask if type(arguments.get("config")) in _EDITED else sdpa_mask
+    if type(arguments.get("config")) in _EDITED:
+        make = eager_mask
+    else:
+        make = sdpa_mask
+        arguments |= dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     return make(**{name: value for name, value in arguments.items() if name not in dropped})
 
 
