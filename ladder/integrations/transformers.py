@@ -10,8 +10,9 @@ configuration then says, and ``register`` teaches ``PreTrainedModel`` that "dfla
 
 Causal, sliding-window and bidirectional layers build no (query, key) mask. What reaches a layer instead is a tensor whose
 shape says which of the three it is, and a few integers: none, how many keys of a static cache are filled, where each
-left-padded sequence starts, or which tokens of a batch are real. A padded prefill is packed and runs as a ragged batch; a left-padded decode reads the
-cache where it lies, from each sequence's start. Windows, softcaps (Gemma 2), learned sinks (gpt-oss), grouped heads and
+left-padded sequence starts, or which tokens of a batch are real. Only a layer whose model makes no mask is asked whether it
+is causal. A padded prefill is packed and runs as a ragged batch; a left-padded decode reads the cache where it lies, from
+each sequence's start. Windows, softcaps (Gemma 2), learned sinks (gpt-oss), grouped heads and
 unequal head sizes (DeepSeek-V2) are the kernels' own. Padded queries get 0. Under ``torch.autocast`` a layer computes in
 the autocast type, as ``scaled_dot_product_attention`` does.
 
