@@ -1,7 +1,7 @@
 """Models of transformers, made tiny, on step 08 beside transformers' own eager attention: all of its causal language models, and
 encoders and pairs of encoder and decoder of the kinds that differ in their masks.
 
-About twenty types run always. ``pytest -m sweep tests/test_transformers_sweep.py`` runs the others, in a minute and a half on one
+About twenty types run always. ``pytest -m sweep tests/test_transformers_sweep.py`` runs the others, in two minutes on one
 core. A type that is new in transformers is in the sweep by itself: when it cannot be made tiny, ``SMALL`` or ``EXCEPTIONS`` lacks
 a field, or it belongs in ``NOT_TINY`` with the reason; when the backend refuses it, in ``REFUSED`` with what the user is told.
 """

@@ -318,7 +318,7 @@ def _forward(
         if not fallback:
             raise NotImplementedError(f"{message}; register(fallback=True) would run it in PyTorch")
         if not torch.compiler.is_compiling():  # a warning would break the graph
-            warnings.warn(f"{message}: this layer runs in PyTorch", stacklevel=2)
+            warnings.warn(f"{message}: this layer runs in PyTorch", stacklevel=4)  # the layer
         bias = kwargs.get("position_bias")
         if starts[0] is not None and (attention_mask is None or attention_mask.dtype == torch.int32):
             q, k, v = (x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for x in (query, key, value))
