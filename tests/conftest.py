@@ -41,6 +41,9 @@ def pytest_collection_modifyitems(config, items):
         ours = item.path.parent == HERE and isinstance(item, pytest.Function)
         if ours and not item.get_closest_marker("filterwarnings"):
             item.add_marker(pytest.mark.filterwarnings("error"))
-    if not torch.cuda.is_available():
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    left_out = [] if torch.cuda.is_available() else ["gpu"]
+    if "sweep" not in config.option.markexpr:
+        left_out.append("sweep")
+    chosen = [item for item in items if not any(map(item.get_closest_marker, left_out))]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen

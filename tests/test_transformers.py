@@ -216,13 +216,13 @@ def test_a_mask_says_what_the_full_mask_says(window, static, padding, q_length):
     made = ours.key_mask(batch_size=3, q_length=q_length, kv_length=kv_length, mask_function=function, **arguments)
     query = torch.empty(3, 4, q_length, 8)
     causal, found_window, entries = ours._decode_mask(made, query, kv_length)
-    assert (found_window or None) == window and causal is (None if made is None else True)
+    assert (found_window or None) == window and causal is True
     visible = ours._visible(entries, query, kv_length, True, window)
     real = torch.ones(3, q_length, dtype=torch.bool) if attention_mask is None else attention_mask[:, TOKENS - q_length :]
     assert torch.equal(visible.expand_as(full)[:, 0][real], full[:, 0][real])
     if padding in (None, "all") and not static and window is None:
-        assert made is None
-    assert made is None or made.untyped_storage().nbytes() <= 4 * 3 * (1 + kv_length + q_length)  # not Sq x Sk
+        assert entries is None and made.untyped_storage().nbytes() <= 4 * 3
+    assert made.untyped_storage().nbytes() <= 4 * 3 * (1 + kv_length + q_length)  # not Sq x Sk
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -244,6 +244,29 @@ def test_a_mask_decides_whether_a_layer_is_causal(side, causal, fallback):
             warnings.simplefilter("ignore")
             out, _ = ours.attention_forward(SimpleNamespace(is_causal=says), q, k, v, made, is_causal=says)
         torch.testing.assert_close(out[mask], wanted[mask], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_mask_without_padding_decides_too(causal):
+    from transformers.masking_utils import bidirectional_mask_function
+
+    function = causal_mask_function if causal else bidirectional_mask_function
+    made = ours.key_mask(batch_size=2, q_length=4, kv_length=4, mask_function=function)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 4, 8) for _ in range(3))
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+    for module in (SimpleNamespace(is_causal=not causal), SimpleNamespace()):
+        out, _ = ours.attention_forward(module, q, k, v, made)
+        torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_without_a_mask_the_module_is_asked():
+    """A module that does not say is one that sees everything, which no mask means in eager attention."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 4, 8) for _ in range(3))
+    for module, causal in ((SimpleNamespace(is_causal=True), True), (SimpleNamespace(is_causal=False), False), (SimpleNamespace(), False)):
+        wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+        torch.testing.assert_close(ours.attention_forward(module, q, k, v, None)[0], wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.skipif(OLD, reason="this transformers' BERT has no attention interface")
@@ -274,6 +297,74 @@ def test_compiled_in_one_graph():
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs).logits
         plain = model(**inputs).logits
     torch.testing.assert_close(compiled[LEFT.bool()], plain[LEFT.bool()], atol=1e-4, rtol=1e-4)
+
+
+# Autocast
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(name, dtype):
+    """A float32 model is no further from its float32 logits than transformers' own attention, under the same autocast."""
+    models = build(name)
+    mask = LEFT
+    inputs = dict(input_ids=IDS, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
+    with torch.inference_mode():
+        wanted = models[1](**inputs).logits[mask.bool()]
+        with torch.autocast("cpu", dtype):
+            mine, theirs = (model(**inputs).logits[mask.bool()] for model in models)
+            tokens = [model.generate(input_ids=IDS, max_new_tokens=3, min_new_tokens=3, do_sample=False) for model in models]
+    assert mine.dtype == theirs.dtype and tokens[0].shape == tokens[1].shape == (3, TOKENS + 3)
+    error, allowed = ((x.float() - wanted).square().mean().sqrt() for x in (mine, theirs))
+    assert 0 < error <= 1.5 * allowed + 1e-3, f"rms error {error}, transformers' {allowed}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", [dict(), dict(softcap=2.0), dict(s_aux=torch.tensor([0.5, -1.0, 2.0, 0.0]))])
+@pytest.mark.parametrize("fallback", [False, True])
+def test_autocast_computes_in_its_type(dtype, options, fallback):
+    """As if the tensors had come in it: not once more rounded inside. float64 is left as it is."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8).to(dtype)
+    mask = torch.ones(5, 5).tril()[None, None].bool() if fallback else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wanted = layer(q.to(dtype), k.to(dtype), v, mask, **options)
+        with torch.autocast("cpu", dtype):
+            out = layer(q, k, v, mask, **options)
+            double = layer(q.double(), k.double(), v.double(), mask, **options)
+    assert out.dtype == dtype and torch.equal(out, wanted) and double.dtype == torch.float64
+
+
+# Layout
+
+
+@pytest.mark.parametrize("path", ["dense", "varlen", "paged prefill", "decode", "decode of tokens", "packed", "fallback", "packed fallback"])
+def test_results_are_contiguous(path, calls, monkeypatch):
+    """Models call view on them."""
+    torch.manual_seed(0)
+    new = {"paged prefill": 20, "decode": 2, "decode of tokens": 2}.get(path, 24)
+    q, k, v = (torch.randn(2, *shape).transpose(1, 2) for shape in ((new, 4, 8), (24, 2, 8), (24, 2, 12)))
+    mask, more = None, {}
+    arguments = dict(batch_size=2, q_length=new, kv_length=24, q_offset=24 - new, mask_function=causal_mask_function)
+    if path in ("paged prefill", "decode"):
+        mask = ours.key_mask(**arguments | dict(q_offset=torch.tensor(23 - new)))
+    elif path == "decode of tokens":
+        monkeypatch.setattr(ours, "SPLIT_KEYS", 24)
+    elif path == "packed":
+        mask = ours.key_mask(**arguments, attention_mask=torch.arange(24) < torch.tensor([24, 9])[:, None])
+    elif path == "fallback":
+        mask = torch.ones(2, 1, new, 24).bool()
+    if "varlen" in path or path == "packed fallback":
+        more = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 24, 30, 48]))
+    if path == "packed fallback":
+        more["dropout"] = 1e-9
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = layer(q, k, v, mask, **more)
+    entry = {"decode of tokens": "decode", "packed": "varlen", "paged prefill": "paged_prefill"}.get(path, path)
+    assert calls == ({} if "fallback" in path else {entry: 1})
+    assert out.shape == (2, new, 4, 12) and out.is_contiguous()
 
 
 # What the kernels do not compute
@@ -394,7 +485,7 @@ def test_errors():
     ragged = ours.key_mask(
         batch_size=1, q_length=5, kv_length=5, mask_function=causal_mask_function, attention_mask=torch.tensor([[1, 1, 1, 0, 0]])
     )
-    with pytest.raises(ValueError, match="made for 10 keys and queries; the layer has 5 and 4"):
+    with pytest.raises(ValueError, match="made for 10 keys and queries; the layer has 5 and 4; want attn_implementation='eager'"):
         layer(q[:, :, 1:], q, q, ragged)
 
 
@@ -459,7 +550,7 @@ def test_packed_sequences_with_gradients(window, options):
 ])  # fmt: skip
 def test_arguments_that_nothing_reads(argument, value):
     q = torch.randn(1, 4, 5, 8)
-    with pytest.raises(NotImplementedError, match=rf"dflash2: .*\({argument}\)"):
+    with pytest.raises(NotImplementedError, match=rf"dflash2: .*\({argument}\); want attn_implementation='eager' or 'sdpa'"):
         layer(q, q, q, **{argument: value})
     layer(q, q, q, **{argument: False if argument == "output_attentions" else None})
 

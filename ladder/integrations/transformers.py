@@ -8,11 +8,13 @@ transformers takes every name with "flash" in it for a FlashAttention package or
 another in its place. So the backends are registered as "step08" and "step07", which work too and are what the model's
 configuration then says, and ``register`` teaches ``PreTrainedModel`` that "dflash2" and "dflash1" mean these.
 
-Causal and sliding-window layers build no (query, key) mask. What reaches a layer instead is a few integers: none (the
-kernel's own causal mask says all), how many keys of a static cache are filled, where each left-padded sequence starts, or
-which tokens of a batch are real. A padded prefill is packed and runs as a ragged batch; a left-padded decode reads the
-cache where it lies, from each sequence's start. Windows, softcaps (Gemma 2), learned sinks (gpt-oss), grouped heads and
-unequal head sizes (DeepSeek-V2) are the kernels' own. Padded queries get 0.
+Causal, sliding-window and bidirectional layers build no (query, key) mask. What reaches a layer instead is a tensor whose
+shape says which of the three it is, and a few integers: none, how many keys of a static cache are filled, where each
+left-padded sequence starts, or which tokens of a batch are real. Only a layer whose model makes no mask is asked whether it
+is causal. A padded prefill is packed and runs as a ragged batch; a left-padded decode reads the cache where it lies, from
+each sequence's start. Windows, softcaps (Gemma 2), learned sinks (gpt-oss), grouped heads and
+unequal head sizes (DeepSeek-V2) are the kernels' own. Padded queries get 0. Under ``torch.autocast`` a layer computes in
+the autocast type, as ``scaled_dot_product_attention`` does.
 
 Fallback rule: what the kernels do not compute runs in PyTorch, through ``scaled_dot_product_attention`` where there is
 neither softcap nor sink, and warns once for each reason:
@@ -22,6 +24,8 @@ neither softcap nor sink, and warns once for each reason:
   image blocks, chunked attention (Llama 4) once the context is longer than a chunk, two-sided windows, and holes in the
   padding under a sliding window, because transformers counts the window over the holes. Sliding windows too where
   torch.compile traces the making of the mask (``generate`` makes it outside of what it compiles);
+- models with a layer that does more with its mask than hand it on, such as the indexers of sparse attention: they get whole
+  masks, in the form that transformers' own eager attention reads;
 - dflash1: windows shorter than the context, softcaps and sinks.
 
 torch.compile traces all of it in one graph. Where it traces the making of a mask too, it cannot ask whether a batch has
@@ -32,6 +36,7 @@ whose cache the backend would have to write itself; what a layer hands over in p
 and models whose own attention never asks for a backend: they would add a mask of integers to their scores.
 """
 
+import ast
 import functools
 import inspect
 import math
@@ -44,7 +49,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ladder.contract import FLOATS, check_flag, check_integer
+from ladder.contract import FLOATS, check_flag, check_integer, outside_autocast
 
 MAX_HEAD_DIM = 256
 MAX_DECODE_TOKENS = 16
@@ -99,34 +104,142 @@ _EDITED = set()  # configurations of models that edit their masks
 
 
 def _look_at_model(model, config):
-    """ValueError for a model that would misread the masks made here; a model that asks for whole masks gets them.
+    """ValueError for a model that would misread the masks made here; a model that edits its masks gets whole ones.
 
-    transformers looks into the code too, for no attribute of a model says whether its layers go through the interface.
+    transformers looks into the code too, for no attribute of a model says what its layers do with their masks.
     """
-    code = _code_of(model)
-    own = re.search(r"^class \w*Attention\w*\(nn\.Module\)", code, re.MULTILINE)
-    if own and "masking_utils" in code and not re.search("ALL_ATTENTION_FUNCTIONS|AttentionInterface", code):
+    calls_backend, edits_masks = _use_of_masks(model)
+    if edits_masks and not calls_backend:
         raise ValueError(
             f"attn_implementation is one of {', '.join(NAMES)}, and the attention of {model.__name__} is its own code, which calls no "
             "backend; want 'eager' or 'sdpa' for it"
         )
-    if "allow_is_causal_skip" in code or "allow_is_bidirectional_skip" in code:
+    if edits_masks:
         _EDITED.add(config)
 
 
 @functools.cache
+def _use_of_masks(model):
+    """(whether the code of a model's class calls a backend, whether a part of the model edits a mask made by transformers)."""
+    code = _code_of(model)
+    if any(map(_has_table_of_attentions, code.values())):
+        return False, True
+    if not any(map(_makes_masks, code.values())):
+        return True, False
+    files = {made.__module__ for made in model.__mro__ if made in code}
+    attention = {name: part for file in files for name, part in _definitions(file).items() if "Attention" in name}
+    return not attention or any(map(_calls_backend, attention.values())), any(_edits_masks(*item) for item in code.items())
+
+
 def _code_of(model):
-    """The source of the modules that a model's class and its parents come from, as far as there is one."""
+    """{class: its definition} of a model's class, of its parents and of the modules that their constructors name.
+
+    A model within it that has a configuration of another kind is looked at by itself.
+    """
     from transformers import PreTrainedModel
 
-    names = {c.__module__ for c in model.__mro__ if issubclass(c, PreTrainedModel)} - {PreTrainedModel.__module__}
-    code = []
-    for name in names:
-        try:
-            code.append(inspect.getsource(sys.modules[name]))
-        except (KeyError, OSError, TypeError):  # made in a notebook
-            pass
-    return "\n".join(code)
+    code, todo = {}, [model]
+    while todo:
+        made = todo.pop()
+        if not isinstance(made, type) or not issubclass(made, torch.nn.Module) or made in (PreTrainedModel, *code):
+            continue
+        if issubclass(made, PreTrainedModel) and not issubclass(model, made) and made.config_class is not model.config_class:
+            continue
+        if (definition := _definitions(made.__module__).get(made.__name__)) is None:
+            continue
+        code[made] = definition
+        todo += made.__bases__
+        names = vars(sys.modules[made.__module__])
+        for method in _methods(definition):
+            if method.name == "__init__":
+                for node in ast.walk(method):
+                    named = names.get(node.id) if isinstance(node, ast.Name) else None
+                    todo += named.values() if isinstance(named, dict) else [named]  # some choose a class from a table
+    return code
+
+
+@functools.cache
+def _definitions(module):
+    """{name: definition} of the classes of a module that has a source."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError, TypeError):  # made in a notebook
+        return {}
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _methods(definition):
+    return [node for node in definition.body if isinstance(node, ast.FunctionDef)]
+
+
+def _calls_backend(code):
+    return any(isinstance(node, ast.Name) and node.id in ("ALL_ATTENTION_FUNCTIONS", "AttentionInterface") for node in ast.walk(code))
+
+
+def _has_table_of_attentions(code):
+    """Whether a class of its own is chosen by the name of the attention, which is in no such table."""
+    return any(
+        isinstance(node, ast.Subscript) and getattr(node.slice, "attr", None) == "_attn_implementation"
+        and not getattr(node.value, "id", "").startswith("ALL_") for node in ast.walk(code)
+    )  # fmt: skip
+
+
+def _makes_masks(code):
+    """Whether a piece of code names one of transformers' functions that make masks."""
+    names = (getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(code))
+    return any(re.fullmatch(r"create_\w*masks?(_\w*)?", name) for name in names)
+
+
+_NAMES_OF_MASKS = ("attention_mask", "causal_mask", "mask", "padding_mask")
+_WANTS_WHOLE_MASKS = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
+
+
+def _edits_masks(made, definition):
+    """Whether a class does more with a mask than hand it on and ask whether it is None, or asks for one that is whole.
+
+    The mask is an argument of a layer, or what a function of transformers made.
+    """
+    from transformers import PreTrainedModel
+
+    if "Embedding" in made.__name__:  # counts a caller's real tokens
+        return False
+    for method in _methods(definition):
+        nodes = list(ast.walk(method))
+        if any(getattr(node, "attr", None) == "softmax" for node in nodes) and _calls_backend(definition):
+            continue  # its own attention, beside the backends
+        masks = {}  # name: the line that makes it
+        if not issubclass(made, PreTrainedModel) and not _makes_masks(method):  # whose arguments are a caller's masks
+            masks = {node.arg: 0 for node in nodes if isinstance(node, ast.arg) and node.arg in _NAMES_OF_MASKS}
+        harmless = set()
+        for node in nodes:
+            if getattr(node, "arg", getattr(node, "value", None)) in _WANTS_WHOLE_MASKS:  # a keyword, or its name in a dict
+                return True
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Call):
+                if _makes_masks(node.value.func):
+                    masks.setdefault(node.targets[0].id, node.end_lineno)
+            elif isinstance(node, ast.Call) and _is_call_of_layer(node.func):
+                harmless.update(node.args, (keyword.value for keyword in node.keywords))
+            elif isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot)):
+                harmless.add(node.left)
+            elif isinstance(node, ast.IfExp):
+                harmless.update((node.body, node.orelse))
+            elif isinstance(node, ast.Dict):
+                harmless.update(node.values)
+            elif isinstance(node, ast.Return):
+                harmless.update((node.value, *getattr(node.value, "elts", ())))
+        for node in nodes:
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node not in harmless:
+                if node.lineno > masks.get(node.id, math.inf):
+                    return True
+    return False
+
+
+def _is_call_of_layer(function):
+    """Whether a function that is called is a plain name, or comes from self: not torch's, and no method of a tensor."""
+    plain = isinstance(function, ast.Name)
+    while isinstance(function, (ast.Attribute, ast.Subscript, ast.Call)):
+        function = function.func if isinstance(function, ast.Call) else function.value
+    return plain or isinstance(function, ast.Name) and function.id in ("self", "super")
 
 
 def attention_forward(
@@ -137,13 +250,13 @@ def attention_forward(
 
     Args:
         query: (B, Hq, Sq, D). key: (B, Hkv, Sk, D). value: (B, Hkv, Sk, Dv). Any strides.
-        attention_mask: what ``key_mask`` made, None, or a caller's (B, 1, Sq, Sk) mask.
+        attention_mask: what ``key_mask`` made, a caller's (B, 1, Sq, Sk) mask, or None where the model made none.
         s_aux: (Hq,) sink logits. softcap: None or 0 is off. sliding_window: keys that a query sees, itself included.
-        is_causal: whether a layer without a mask is causal; None asks the module; a module that does not say is. A mask says
-            it itself.
+        is_causal: whether a layer without a mask is causal; None asks the module; a module that does not say is not. A mask
+            says it itself.
 
     Returns:
-        (B, Sq, Hq, Dv), and None for the weights, which are never in memory.
+        (B, Sq, Hq, Dv) contiguous, and None for the weights, which are never in memory.
 
     Raises:
         NotImplementedError: an argument of ``UNREAD``; without ``fallback`` what the kernels do not compute.
@@ -155,6 +268,25 @@ def attention_forward(
         if not isinstance(x, torch.Tensor) or x.ndim != 4:
             came = f"{tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
             raise (ValueError if isinstance(x, torch.Tensor) else TypeError)(f"{backend}: {name} is {came}; want a torch.Tensor (B, H, S, D)")
+    return _forward(
+        *_in_autocast_type(query, key, value), module, attention_mask, dropout, scaling, sliding_window, softcap, is_causal, s_aux,
+        backend, fallback, kwargs,
+    )  # fmt: skip
+
+
+def _in_autocast_type(*tensors):
+    """The tensors as ``scaled_dot_product_attention`` would take them under the autocast around it, if there is one."""
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    return [x.to(torch.get_autocast_dtype(device)) if x.dtype in FLOATS else x for x in tensors]
+
+
+@outside_autocast
+def _forward(
+    query, key, value, module, attention_mask, dropout, scaling, sliding_window, softcap, is_causal, s_aux, backend, fallback, kwargs
+):
+    """``attention_forward`` in the types of its tensors: (out, None)."""
     if s_aux is not None and (not isinstance(s_aux, torch.Tensor) or s_aux.shape != query.shape[1:2]):
         came = f"{tuple(s_aux.shape)}" if isinstance(s_aux, torch.Tensor) else f"a {type(s_aux).__name__}"
         raise (ValueError if isinstance(s_aux, torch.Tensor) else TypeError)(f"{backend}: s_aux is {came}; want a torch.Tensor ({query.shape[1]},)")
@@ -162,13 +294,13 @@ def attention_forward(
         sliding_window = check_integer(backend, "sliding_window", sliding_window, 0, optional=True)
     for name, what in UNREAD.items():
         if (given := kwargs.get(name)) is not None and given is not False:
-            raise NotImplementedError(f"{backend}: {what} ({name}); want attn_implementation='eager', or 'sdpa' and generate()")
+            raise NotImplementedError(f"{backend}: {what} ({name}); want attn_implementation='eager' or 'sdpa' for this model")
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     mask_causal, mask_window, attention_mask = _decode_mask(attention_mask, query, seqlen_k)
     if mask_causal is not None:
         causal = mask_causal
     else:
-        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     if mask_window and sliding_window and mask_window != sliding_window:
         raise ValueError(f"{backend}: sliding_window is {sliding_window}, the mask was made for {mask_window}; want one window")
     window = mask_window or sliding_window or None
@@ -186,7 +318,7 @@ def attention_forward(
         if not fallback:
             raise NotImplementedError(f"{message}; register(fallback=True) would run it in PyTorch")
         if not torch.compiler.is_compiling():  # a warning would break the graph
-            warnings.warn(f"{message}: this layer runs in PyTorch", stacklevel=2)
+            warnings.warn(f"{message}: this layer runs in PyTorch", stacklevel=4)  # the layer
         bias = kwargs.get("position_bias")
         if starts[0] is not None and (attention_mask is None or attention_mask.dtype == torch.int32):
             q, k, v = (x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for x in (query, key, value))
@@ -216,7 +348,9 @@ def attention_forward(
         return _cached(entries, query, *pages, options), None
     if attention_mask is not None:
         return _packed(entries, query, key, value, attention_mask, causal, options), None
-    return entries.dense(query, key, value, causal=causal and seqlen_q > 1, **options).transpose(1, 2), None
+    out = query.new_empty(query.shape[0], seqlen_q, query.shape[1], value.shape[3])
+    entries.dense(query, key, value, causal=causal and seqlen_q > 1, out=out.transpose(1, 2), **options)
+    return out, None
 
 
 # Masks: how a model's mask travels to its layers.
@@ -237,7 +371,7 @@ def key_mask(
     batch_size, kv_length, q_length=None, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None, local_size=None,
     cache_position=None, **kwargs,
 ):  # fmt: skip
-    """What transformers calls in place of making a (B, 1, Sq, Sk) mask: the smallest tensor that says the same, or None.
+    """What transformers calls in place of making a (B, 1, Sq, Sk) mask: the smallest tensor that says the same.
 
     Args:
         batch_size, q_length, kv_length: shape of the attention. q_offset, kv_offset: positions of its first query and key, as
@@ -280,8 +414,6 @@ def key_mask(
             entries = torch.cat((ends, starts), dim=1)
         elif not everything:
             entries = torch.cat((ends, keys, queries), dim=1)
-    if not window and not entries.shape[1]:
-        return None
     return entries[:, None, None].expand(-1, CAUSAL if causal else BIDIRECTIONAL, 1 + window, -1)
 
 
@@ -343,12 +475,19 @@ def _pattern(mask_function):
 
 
 def _full_mask(**arguments):
-    """transformers' own (B, 1, Sq, Sk) boolean mask, never skipped: None would mean something else here."""
-    from transformers.masking_utils import sdpa_mask
+    """transformers' own (B, 1, Sq, Sk) mask. Boolean and never skipped, for None would mean something else here.
 
-    arguments |= dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    A model that edits its masks gets those that its eager attention adds to the scores, and None where that sees everything.
+    """
+    from transformers.masking_utils import eager_mask, sdpa_mask
+
     dropped = ("q_length", "q_offset") if arguments["cache_position"] is not None else ("cache_position",)
-    return sdpa_mask(**{name: value for name, value in arguments.items() if name not in dropped})
+    if type(arguments.get("config")) in _EDITED:
+        make = eager_mask
+    else:
+        make = sdpa_mask
+        arguments |= dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    return make(**{name: value for name, value in arguments.items() if name not in dropped})
 
 
 def _decode_mask(mask, query, seqlen_k):
@@ -367,7 +506,8 @@ def _decode_mask(mask, query, seqlen_k):
     window, entries = mask.shape[2] - 1, mask.shape[3]
     if entries not in (0, 1, 2, 1 + seqlen_k + query.shape[2]):
         raise ValueError(
-            f"attention_mask was made for {entries - 1} keys and queries; the layer has {seqlen_k} and {query.shape[2]}"
+            f"attention_mask was made for {entries - 1} keys and queries; the layer has {seqlen_k} and {query.shape[2]}; "
+            "want attn_implementation='eager' or 'sdpa' for this model"
         )
     return mask.shape[1] == CAUSAL, window, mask if entries else None
 
