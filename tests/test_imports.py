@@ -62,12 +62,13 @@ except ImportError as error:
 
 
 def test_the_instruments_import_without_triton():
+    lab = ROOT / "ladder" / "lab"
     names = [
-        p.stem
-        for p in (ROOT / "ladder" / "lab").glob("*.py")
+        ".".join(p.relative_to(lab).with_suffix("").parts)
+        for p in lab.rglob("*.py")
         if p.stem not in ("__init__", "plots", "widgets", "solutions_triton")
     ]
-    assert {"compile", "compile_matrix", "interpret", "parity", "peers", "problem", "timing"} <= set(names)
+    assert {"compile.compiler", "compile.matrix", "interpret", "parity", "peers", "problem", "timing"} <= set(names)
     code = "\n".join(f"import ladder.lab.{name}" for name in names)
     python(WITHOUT_TRITON + code + "\nfrom ladder.lab.interpret import has_triton\nprint('imported')")
 
@@ -83,7 +84,7 @@ import ladder, ladder.rungs, ladder.step05_fused
 for rung in ladder.rungs.RUNGS:
     rung.module
     rung.story()
-import ladder.lab.problem, ladder.lab.parity, ladder.lab.timing, ladder.lab.compile, ladder.lab.interpret
+import ladder.lab.problem, ladder.lab.parity, ladder.lab.timing, ladder.lab.compile.compiler, ladder.lab.interpret
 after = dict(os.environ), torch.get_default_dtype(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
 assert before == after, "importing changed the process"
 assert torch.equal(state, torch.random.get_rng_state()), "importing drew random numbers"

@@ -191,7 +191,7 @@ def test_kernel_loop_is_the_loop_of_step_04():
 def test_recorded_compiler_output_is_of_this_kernel():
     """Compiling now gives the verdicts that the chapter tells and that the recorded sweep holds."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "ladder.lab.compile_sweep", "--lesson"]
+    command = [sys.executable, "-m", "ladder.lab.compile.sweep", "--lesson"]
     done = subprocess.run(command, cwd=FOLDER.parent, env=env, capture_output=True, text=True, check=True)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     units = ["hgmma" if row["hgmma"] else "hmma" if row["hmma"] else "ffma" for row in rows]

@@ -303,7 +303,7 @@ def lesson_compiles():
 
     Runs in a process of its own, because this one may have Triton's interpreter on.
     """
-    command = [sys.executable, "-m", "ladder.lab.compile_sweep", "--lesson"]
+    command = [sys.executable, "-m", "ladder.lab.compile.sweep", "--lesson"]
     done = subprocess.run(command, env=_without_interpreter(), capture_output=True, text=True, check=True)
     lines = ["| processor | elements | tile, warps | products run on | spills |", "|:--|:--|:--|:--|:--|"]
     for row in map(json.loads, done.stdout.splitlines()):

@@ -800,7 +800,7 @@ class LaunchExplorer(Explorer):
     """Tile sizes of the fused kernel against the limits of a processor, from recorded compiler output.
 
     Args:
-        doc: recorded results of ``ladder.lab.compile_sweep``.
+        doc: recorded results of ``ladder.lab.compile.sweep``.
     """
 
     title = "tile sizes"

@@ -1,6 +1,6 @@
 """Compile step 05 for Hopper at many tile sizes, without a GPU, and record what the compiler made of each.
 
-``python -m ladder.lab.compile_sweep`` writes ``notebooks/results/step05_compile.json``; ``--lesson`` prints the
+``python -m ladder.lab.compile.sweep`` writes ``notebooks/results/step05_compile.json``; ``--lesson`` prints the
 few settings that chapter 05 shows. Run it in a process of its own: where Triton's interpreter is on,
 kernels are never compiled.
 """
@@ -14,9 +14,10 @@ from unittest import mock
 
 import torch
 
-from . import results
-from .compile import SHARED_MEMORY_LIMIT, compile_for
-from .problem import DTYPES
+from ladder.lab import results
+from ladder.lab.problem import DTYPES
+
+from .compiler import SHARED_MEMORY_LIMIT, compile_for
 
 HEADS = ((64, 64), (128, 128), (192, 128), (256, 256))
 GRID = dict(BLOCK_M=(64, 128), BLOCK_N=(32, 64, 128), num_warps=(4, 8), num_stages=(2, 3))
@@ -37,7 +38,7 @@ def compile_step05(head_dim, head_dim_v, *, target="sm_90", causal=False, dtype=
     """Compile the kernel exactly as ``attention`` launches it, with some of its configuration changed.
 
     Returns:
-        (configuration, ladder.lab.compile.Compiled).
+        (configuration, ladder.lab.compile.compiler.Compiled).
     """
     step05 = importlib.import_module(
         "ladder.step05_fused.attention"
@@ -96,7 +97,7 @@ def main():
         for values in itertools.product(*GRID.values()):
             config, compiled = compile_step05(head_dim, head_dim_v, **dict(zip(GRID, values)))
             rows.append(describe(config, compiled, head_dim, head_dim_v, torch.bfloat16))
-    results.write(results.document(rows, command="python -m ladder.lab.compile_sweep"), args.output)
+    results.write(results.document(rows, command="python -m ladder.lab.compile.sweep"), args.output)
 
 
 if __name__ == "__main__":

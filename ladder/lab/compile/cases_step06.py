@@ -1,6 +1,6 @@
 """What to compile in order to know that step 06 compiles: launches as ``paged_decode`` makes them.
 
-``ladder.lab.compile_matrix`` asks every Triton rung that has such a module for its cases.
+``ladder.lab.compile.matrix`` asks every Triton rung that has such a module for its cases.
 """
 
 import importlib
@@ -30,7 +30,7 @@ def compile_cases(shared_memory_bytes, capability, *, thorough=False):
         thorough: every head size x dtype x page size instead of a choice of them.
     """
     attention = importlib.import_module("ladder.step06_paged.attention")
-    from . import kernel
+    from ladder.step06_paged import kernel
 
     chosen = CASES
     if thorough:

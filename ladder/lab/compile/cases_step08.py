@@ -1,6 +1,6 @@
 """What to compile in order to know that step 08 compiles: launches as its functions make them, prefill's first.
 
-``ladder.lab.compile_matrix`` asks every Triton rung that has such a module for its cases.
+``ladder.lab.compile.matrix`` asks every Triton rung that has such a module for its cases.
 """
 
 import importlib
@@ -9,14 +9,13 @@ from unittest import mock
 
 import torch
 
-from ladder.step06_paged.compile_cases import recorder
-
-from .windows import Range, RangeWindows
+from ladder.lab.compile.cases_step06 import recorder
+from ladder.step08_dflash2.windows import Range, RangeWindows
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WINDOW = RangeWindows.sink_window(128, 4096)
 RANGES = RangeWindows([Range(0, 512, 4, 64), Range(512, -64, 64, 1024), Range(-64, None)])
-# See ``ladder.lab.compile_matrix``. The first spills under Triton 3.9, the second from 3.8 on, the others under 3.6.
+# See ``ladder.lab.compile.matrix``. The first spills under Triton 3.9, the second from 3.8 on, the others under 3.6.
 KNOWN_SPILLS = (
     ("sm_90", "decode d576/512 bfloat16 group 128", 512, "tiles of 32 rows do not spill, and took 1.6 x as long, with windows 1.05 and 1.4 x; sm_90 needs it for those alone"),
     ("sm_90", "MLA 8 heads q_len 4 page 16 splits 3", 48, "three words a tile of 74 KB that it waits for; memory binds"),
@@ -54,19 +53,19 @@ def compile_cases(shared_memory_bytes, capability, *, thorough=False):
         shared_memory_bytes, capability: of the processor, which the tile sizes depend on.
         thorough: also every head size x dtype x mask, with windows and a softcap.
     """
-    from . import decode_compile_cases, fusion_compile_cases, hopper_compile_cases
+    from . import cases_step08_decode, cases_step08_fusion, cases_step08_hopper
 
     yield from prefill_compile_cases(capability, thorough=thorough)
-    yield from decode_compile_cases.decode_compile_cases(shared_memory_bytes, capability, thorough=thorough)
-    yield from fusion_compile_cases.compile_cases(shared_memory_bytes, capability, thorough=thorough)
+    yield from cases_step08_decode.decode_compile_cases(shared_memory_bytes, capability, thorough=thorough)
+    yield from cases_step08_fusion.compile_cases(shared_memory_bytes, capability, thorough=thorough)
     if tuple(capability) == (9, 0):
-        yield from hopper_compile_cases.hopper_compile_cases()
+        yield from cases_step08_hopper.hopper_compile_cases()
 
 
 def prefill_compile_cases(capability, *, thorough=False):
     """The launches of ``dflash2_prefill``; arguments as in ``compile_cases``."""
     attention = importlib.import_module("ladder.step08_dflash2.attention")
-    from . import prefill_kernel
+    from ladder.step08_dflash2 import prefill_kernel
 
     launches = []
     stand_in = SimpleNamespace(dflash2_prefill=recorder(launches, prefill_kernel.dflash2_prefill))

@@ -5,9 +5,8 @@ from unittest import mock
 
 import torch
 
-from ladder.step06_paged.compile_cases import recorder
-
-from .windows import Range, RangeWindows
+from ladder.lab.compile.cases_step06 import recorder
+from ladder.step08_dflash2.windows import Range, RangeWindows
 
 BF16, FP16 = torch.bfloat16, torch.float16
 WINDOW = RangeWindows.sink_window(128, 4096)
@@ -30,7 +29,7 @@ DECODE = ((32, 8, 128, 1, 64, BF16, None), (64, 8, 64, 1, 64, BF16, None), (28, 
 
 def hopper_compile_cases():
     """Yield (name, kernel, args, kwargs) of every launch of the Hopper kernels to compile."""
-    from . import (
+    from ladder.step08_dflash2 import (
         hopper,
         hopper_decode,
         hopper_decode_kernel,

@@ -1,11 +1,11 @@
 """What to compile in order to know that step 05 compiles: launches as ``attention`` makes them, one tensor a dtype.
 
-``ladder.lab.compile_matrix`` asks every Triton rung that has such a module for its cases.
+``ladder.lab.compile.matrix`` asks every Triton rung that has such a module for its cases.
 """
 
 import torch
 
-from .attention import LOG2_E, launch_config
+from ladder.step05_fused.attention import LOG2_E, launch_config
 
 # head sizes of q/k and v, dtype, causal with log-sum-exp (or dense without)
 CASES = (
@@ -31,7 +31,7 @@ def compile_cases(shared_memory_bytes, capability, *, thorough=False):
         shared_memory_bytes, capability: of the processor, which the tile sizes depend on.
         thorough: every head size x dtype x mask instead of a choice of them.
     """
-    from .kernel import fused_attention_forward
+    from ladder.step05_fused.kernel import fused_attention_forward
 
     chosen = CASES
     if thorough:

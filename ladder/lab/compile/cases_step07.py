@@ -1,6 +1,6 @@
 """What to compile in order to know that step 07 compiles: launches as its functions make them.
 
-``ladder.lab.compile_matrix`` asks every Triton rung that has such a module for its cases.
+``ladder.lab.compile.matrix`` asks every Triton rung that has such a module for its cases.
 """
 
 import importlib
@@ -9,9 +9,9 @@ from unittest import mock
 
 import torch
 
-from ladder.step06_paged.compile_cases import recorder
+from ladder.lab.compile.cases_step06 import recorder
 
-# See ``ladder.lab.compile_matrix``: tuned and recorded under Triton 3.6, where the first does not spill.
+# See ``ladder.lab.compile.matrix``: tuned and recorded under Triton 3.6, where the first does not spill.
 KNOWN_SPILLS = (
     ("sm_90", "decode d576/512 bfloat16 group 128", 512, "an exhibit, which stays as it was measured; step 08 has a kernel of its own for this"),
     ("sm_100", "decode d576/512 bfloat16 group 128", 16, "an exhibit, which stays as it was measured; three words a tile"),
@@ -46,7 +46,7 @@ def compile_cases(shared_memory_bytes, capability, *, thorough=False):
     """
     attention = importlib.import_module("ladder.step07_dflash1.attention")
     groups = importlib.import_module("ladder.step07_dflash1.groups")
-    from . import groups_kernel, kernel
+    from ladder.step07_dflash1 import groups_kernel, kernel
 
     launches = []
     stand_in = SimpleNamespace(

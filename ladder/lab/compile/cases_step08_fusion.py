@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 
-from ladder.step06_paged.compile_cases import recorder
+from ladder.lab.compile.cases_step06 import recorder
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # tokens, hidden, query heads, KV heads, head size, rotated columns, dtype, head norms, bias, interleaved
@@ -39,9 +39,9 @@ ROUTER = (
 
 
 def compile_cases(shared_memory_bytes, capability, *, thorough=False):
-    """Yield (name, kernel, args, kwargs) of every launch to compile; see ``ladder.lab.compile_matrix``."""
+    """Yield (name, kernel, args, kwargs) of every launch to compile; see ``ladder.lab.compile.matrix``."""
     fusion = importlib.import_module("ladder.step08_dflash2.fusion")
-    from . import fusion_kernel
+    from ladder.step08_dflash2 import fusion_kernel
 
     launches = []
     kernels = {n: recorder(launches, f) for n, f in vars(fusion_kernel).items() if n.startswith("dflash2_")}

@@ -1,8 +1,8 @@
-"""``python -m ladder.lab.compile_matrix``: every Triton kernel of the ladder, compiled for every target under every
+"""``python -m ladder.lab.compile.matrix``: every Triton kernel of the ladder, compiled for every target under every
 Triton version that the ladder supports, with no GPU; it fails where a kernel does not compile, spills registers or
 wants more shared memory than the processor has.
 
-Where the kernels come from: a rung that has Triton kernels has a module ``compile_cases.py`` with a function
+Where the kernels come from: a rung that has Triton kernels has a module ``cases_stepNN.py`` here with a function
 
     compile_cases(shared_memory_bytes, capability, *, thorough=False)
 
@@ -28,11 +28,11 @@ from importlib import util
 from pathlib import Path
 
 from ladder import rungs
+from ladder.lab import results
 
-from . import results
-from .compile import SHARED_MEMORY_LIMIT, capability, compile_for
+from .compiler import SHARED_MEMORY_LIMIT, capability, compile_for
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 VERSIONS = ("3.6.0", "3.8.0", "3.9.0")
 TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100")
 FEW_BYTES = 160  # of stack, a thread
@@ -41,7 +41,7 @@ MATRIX_INSTRUCTIONS = ("HMMA", "HGMMA", "UTCHMMA")  # tensor cores of Ampere and
 
 def cases_of(rung, target, *, thorough=False):
     """The compile cases (name, kernel, args, kwargs) of a rung for a target; none when it has no such module."""
-    name = f"ladder.{rung.name}.compile_cases"
+    name = f"{__package__}.cases_{rung.name.partition('_')[0]}"
     if not util.find_spec(name):
         return []
     module = importlib.import_module(name)
@@ -50,7 +50,7 @@ def cases_of(rung, target, *, thorough=False):
 
 def known_spill(rung, target, case, stack_bytes):
     """Why the rung ships this case although it spills so many bytes, or None."""
-    module = importlib.import_module(f"ladder.{rung.name}.compile_cases")
+    module = importlib.import_module(f"{__package__}.cases_{rung.name.partition('_')[0]}")
     for where, start, most, reason in getattr(module, "KNOWN_SPILLS", ()):
         if where == target and case.startswith(start) and stack_bytes <= most:
             return reason
@@ -116,7 +116,7 @@ def compile_in_subprocess(target, *, triton_folder=None, chosen="all", thorough=
     command = [
         sys.executable,
         "-m",
-        "ladder.lab.compile_matrix",
+        "ladder.lab.compile.matrix",
         "--worker",
         "--targets",
         target,
@@ -153,7 +153,7 @@ def install(version, cache):
 @results.names_what_it_cannot_write
 def main(argv=None):
     parser = argparse.ArgumentParser(
-        prog="python -m ladder.lab.compile_matrix",
+        prog="python -m ladder.lab.compile.matrix",
         description="Compile the ladder's kernels for GPUs that are not there, under several Triton versions.",
     )
     parser.add_argument("--triton", nargs="+", metavar="VERSION", help="versions to install and use, such as "

@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 
-from ladder.step06_paged.compile_cases import recorder
+from ladder.lab.compile.cases_step06 import recorder
 from ladder.step08_dflash2.windows import RangeWindows
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -30,7 +30,7 @@ CASES = (
 def decode_compile_cases(shared_memory_bytes, capability, *, thorough=False):
     """Yield (name, kernel, args, kwargs) of every decode launch to compile; arguments as in ``compile_cases``."""
     decode = importlib.import_module("ladder.step08_dflash2.decode")
-    from . import decode_kernel
+    from ladder.step08_dflash2 import decode_kernel
 
     cases = list(CASES)
     if thorough:
