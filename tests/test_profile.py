@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ladder import profile
+from ladder.profile import __main__ as profile
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -295,7 +295,7 @@ def test_bad_arguments(arguments, message, capsys):
 def test_as_a_program(batches, tmp_path):
     """Its name does not hide the standard library's profile; the working directory is searched."""
     (tmp_path / "uses_cprofile.py").write_text("import cProfile, torch\ndef step():\n    cProfile.run('1 + 1'); torch.ones(9).sum()\n")
-    root = profile.Path(profile.__file__).parents[1]
+    root = profile.Path(profile.__file__).parents[2]
     path = os.pathsep.join(p for p in (str(root), os.environ.get("PYTHONPATH")) if p)
     done = subprocess.run(
         [sys.executable, "-m", "ladder.profile", "--module", "uses_cprofile:step"], cwd=tmp_path, capture_output=True, text=True,

@@ -8,7 +8,6 @@ import pytest
 import test_profile
 import torch
 
-from ladder import profile
 from ladder.engine.engine import Engine
 from ladder.engine.kv_pool import PagePool
 from ladder.engine.models import find, tiny_moe
@@ -23,6 +22,7 @@ from ladder.lab.widgets_engine import (
     ShareExplorer,
     TimelineExplorer,
 )
+from ladder.profile import __main__ as profile
 
 PNG = b"\x89PNG"
 V1, OURS = end_to_end.V1, end_to_end.OURS

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from .lab import results
+from ladder.lab import results
 
 SHARE = 0.30  # of the time in attention: above it a better kernel pays
 LONG_CONTEXT = 8192  # tokens
