@@ -22,7 +22,7 @@ from ladder.lab.widgets_engine import (
     ShareExplorer,
     TimelineExplorer,
 )
-from ladder.profile import __main__ as profile
+from ladder.profile.measure import _union
 
 PNG = b"\x89PNG"
 V1, OURS = end_to_end.V1, end_to_end.OURS
@@ -440,7 +440,7 @@ def test_exercises_are_what_the_ladder_does():
     rng = random.Random(0)
     for _ in range(50):
         intervals = [(a, a + rng.randint(0, 9)) for a in (rng.randint(0, 40) for _ in range(rng.randint(0, 8)))]
-        assert solutions_engine.busy(intervals, 50) == pytest.approx(profile._union(intervals) / 50)
+        assert solutions_engine.busy(intervals, 50) == pytest.approx(_union(intervals) / 50)
         prompts, size = [rng.randint(1, 30) for _ in range(rng.randint(0, 6))], rng.randint(1, 20)
         chunks = solutions_engine.chunks(prompts, size)
         rests = [step[0] for step in chunks[1:]]

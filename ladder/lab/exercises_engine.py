@@ -3,7 +3,7 @@
 import itertools
 import math
 
-from ladder.profile import __main__ as profile
+from ladder import profile
 
 from .exercises import NotYet, _exercise, _number
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from IPython.display import Markdown
 
-from ladder.profile import __main__ as profile
+from ladder import profile
 from ladder.rungs import RUNGS
 
 from . import memory, plots, results

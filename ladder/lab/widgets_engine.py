@@ -4,7 +4,7 @@ import math
 
 import ipywidgets as ipw
 
-from ladder.profile import __main__ as profile
+from ladder import profile
 
 from . import end_to_end, plots, profiling
 from .widgets import Explorer, choice, slider
