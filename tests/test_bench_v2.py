@@ -10,8 +10,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from ladder import bench_v2, step08_dflash2  # noqa: E402
-from ladder.bench_v2 import OURS, V1, cells, main, prefill_problems, ratio_summary, targets  # noqa: E402
+from ladder import step08_dflash2  # noqa: E402
+from ladder.bench import step08 as bench_v2  # noqa: E402
+from ladder.bench.step08 import OURS, V1, cells, main, prefill_problems, ratio_summary, targets  # noqa: E402
 from ladder.lab import results  # noqa: E402
 from ladder.lab.decode import DecodeProblem  # noqa: E402
 from ladder.lab.problem import reference  # noqa: E402

@@ -44,7 +44,7 @@ def run_case(name):
     import torch
     import triton
 
-    from ladder import bench_fusion
+    from ladder.bench import fusion as bench_fusion
     from ladder.lab.decode import DecodeProblem
     from ladder.step08_dflash2 import RangeWindows, decode, dflash2_attention, fusion, hopper
 

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from ladder import bench_fusion as chains  # noqa: E402
+from ladder.bench import fusion as chains  # noqa: E402
 from ladder.lab import results  # noqa: E402
 from ladder.lab.parity import inside_nan, nan_allocations  # noqa: E402
 from ladder.step07_dflash1 import DecodeWorkspace, group_tokens  # noqa: E402

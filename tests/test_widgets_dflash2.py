@@ -223,7 +223,7 @@ def test_missing_records_are_said_in_words(monkeypatch, tmp_path):
     for show in (dflash2.variants, dflash2.variants_picture, dflash2.fusion):
         assert "Not recorded yet" in show().data
     for show in (dflash2.grid, dflash2.speed, dflash2.windows, dflash2.memory_and_start, dflash2.verdicts):
-        assert "ladder.bench_v2" in show(None).data
+        assert "ladder.bench.step08" in show(None).data
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="REMEASURE"):
             dflash2.numbers(True)

@@ -1,7 +1,7 @@
 """What chapter 08 reads: recorded prefill, decode, windows, variants and fusion of step 08, and what to say where a record is missing.
 
-Four files in ``notebooks/results``: ``step08_dflash2`` (``ladder.bench_v2``), ``step08_variants`` (the Hopper kernel with its
-ideas switched on in turn), ``step08_fusion`` (``ladder.bench_fusion``). A missing file is said in words in the place of its
+Four files in ``notebooks/results``: ``step08_dflash2`` (``ladder.bench.step08``), ``step08_variants`` (the Hopper kernel with its
+ideas switched on in turn), ``step08_fusion`` (``ladder.bench.fusion``). A missing file is said in words in the place of its
 table, so that the chapter runs before it is recorded.
 
 Rows of ``step08_variants``, schema 1 of ``lab.results``: ``case`` of a prefill, ``impl`` the variant ("hopper_base", "+overlap",
@@ -30,9 +30,9 @@ from .windows import WindowOracle
 
 OURS, V1 = "step08_dflash2", "step07_dflash1"
 RECORDS = {
-    OURS: "python -m ladder.bench_v2 --json notebooks/results/step08_dflash2.json",
-    "step08_variants": "python -m ladder.bench_variants --json notebooks/results/step08_variants.json",
-    "step08_fusion": "python -m ladder.bench_fusion --json notebooks/results/step08_fusion.json",
+    OURS: "python -m ladder.bench step08 --json notebooks/results/step08_dflash2.json",
+    "step08_variants": "python -m ladder.bench variants --json notebooks/results/step08_variants.json",
+    "step08_fusion": "python -m ladder.bench fusion --json notebooks/results/step08_fusion.json",
 }
 
 
@@ -50,7 +50,7 @@ def numbers(remeasure=False):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"{OURS}.json")
-        subprocess.run([sys.executable, "-m", "ladder.bench_v2", "--json", str(path)], env=env, stdout=subprocess.DEVNULL, check=True)
+        subprocess.run([sys.executable, "-m", "ladder.bench", "step08", "--json", str(path)], env=env, stdout=subprocess.DEVNULL, check=True)
         return results.load(path)
 
 
@@ -68,7 +68,7 @@ def missing(name):
 
 def rows_by_cell(doc, mode):
     """[{implementation: row}] of the timed rows of one mode."""
-    from ladder.bench_v2 import by_cell
+    from ladder.bench.step08 import by_cell
 
     return by_cell(doc["rows"], mode) if doc else []
 
@@ -323,7 +323,7 @@ COLUMNS = ("1k", "4k", "16k", "32k", "128k")
 
 def grid(doc, peer="fa3"):
     """Step 08's prefill speed over a peer in every recorded cell, as a Picture."""
-    from ladder.bench_v2 import faster
+    from ladder.bench.step08 import faster
 
     if doc is None:
         return missing(OURS)
@@ -444,7 +444,7 @@ def verdicts(doc):
 
 def ratio(doc, mode, peer, cell):
     """How many times as fast as ``peer`` step 08 is in a recorded cell, or None where it is not recorded."""
-    from ladder.bench_v2 import faster
+    from ladder.bench.step08 import faster
 
     found = [impls for impls in rows_by_cell(doc, mode) if OURS in impls and impls[OURS]["cell"] == cell]
     return faster(found[0], peer) if found else None

@@ -1,6 +1,6 @@
 """What chapters 10 and 11 read of ``notebooks/results/multi_gpu.json``: measured on several GPUs, beside what was predicted.
 
-``python -m ladder.bench_multi_gpu`` records the file. While it, or a part of it, is missing, the table's place says so. The
+``python -m ladder.bench multi_gpu`` records the file. While it, or a part of it, is missing, the table's place says so. The
 error of a prediction is prediction / measurement - 1.
 """
 
@@ -8,7 +8,7 @@ from . import plots, results
 from .end_to_end import ARTICLE, implementation_title
 from .markdown import Markdown
 
-COMMAND = "python -m ladder.bench_multi_gpu --json notebooks/results/multi_gpu.json"
+COMMAND = "python -m ladder.bench multi_gpu --json notebooks/results/multi_gpu.json"
 WAYS = {"neither": "neither", "kernel": "kernel: step 08", "scheduler": "scheduler: placed", "both": "both"}
 
 

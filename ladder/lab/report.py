@@ -159,7 +159,7 @@ def _timed(doc, *modes):
 
 def dflash2_table(doc):
     """Step 08 beside its peers: prefill in TFLOP/s and as a multiple of FlashAttention-3, decode in TB/s against the best peer."""
-    from ladder.bench_v2 import LENGTHS, OURS, by_cell, faster, geometric_mean
+    from ladder.bench.step08 import LENGTHS, OURS, by_cell, faster, geometric_mean
 
     lengths = [f"{n // 1024}k" for n in LENGTHS]
     prefill, ratios = {}, []

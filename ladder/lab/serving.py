@@ -46,7 +46,7 @@ def numbers(remeasure=False):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"{RECORD}.json")
-        command = [sys.executable, "-m", "ladder.bench_v1", "--json", str(path)]
+        command = [sys.executable, "-m", "ladder.bench", "step07", "--json", str(path)]
         subprocess.run(command, env=env, stdout=subprocess.DEVNULL, check=True)
         return results.load(path)
 
@@ -56,14 +56,14 @@ def numbers(remeasure=False):
 
 def decode_problems():
     """{label: DecodeProblem} of the table of decode cells: 32 query and 8 KV heads of 128, one new token, pages of 64."""
-    from ladder.bench_v1 import decode_problems as cells
+    from ladder.bench.step07 import decode_problems as cells
 
     return {label(problem): problem for problem in cells()}
 
 
 def mla_problems():
     """{label: DecodeProblem} of the recorded absorbed MLA cells."""
-    from ladder.bench_v1 import mla_problems as cells
+    from ladder.bench.step07 import mla_problems as cells
 
     return {f"{label(problem)}, {problem.Hq} heads": problem for problem in cells()}
 

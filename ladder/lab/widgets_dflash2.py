@@ -201,7 +201,7 @@ class PrefillRoofline(Explorer):
     """The roofline of long prefill, FLOPs against bytes that must move once: step 07, step 08 and the peers.
 
     Args:
-        doc: recorded results of ``ladder.bench_v2``. Rows of mode "prefill" give the problems to choose from.
+        doc: recorded results of ``ladder.bench.step08``. Rows of mode "prefill" give the problems to choose from.
         upto: the last rung to show.
     """
 

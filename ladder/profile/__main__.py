@@ -102,8 +102,5 @@ def parse_args(argv=None):
     return args
 
 
-# Deciding
-
-
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Measure what several GPUs add, beside what the simulator predicts: ``python -m ladder.bench_multi_gpu --json FILE``.
+"""Measure what several GPUs add, beside what the simulator predicts: ``python -m ladder.bench multi_gpu --json FILE``.
 
 It starts a rank for each GPU by itself. The parts:
 
@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .lab import results
+from ladder.lab import results
 
 PARTS = ("dispatch", "survive", "parity", "engine", "four_way")
 LIMITS = {"dispatch": 45, "survive": 40, "serve": 120}  # seconds of a start of all ranks; the last is shared by three parts
@@ -128,8 +128,8 @@ def predict(counts, placement, split, speeds, shape, *, ranks, chunk_tokens=8192
 
 def small_spec():
     """A model of the architecture that a CPU serves in a second."""
-    from .engine.models import Spec
-    from .engine.models.deepseek_v2 import DeepseekV2Config
+    from ladder.engine.models import Spec
+    from ladder.engine.models.deepseek_v2 import DeepseekV2Config
 
     config = DeepseekV2Config(
         num_layers=3, width=32, num_heads=4, latent=32, rope_dim=16, nope_dim=16, v_dim=16, num_experts=8, top_k=2, num_shared=2,
@@ -140,7 +140,7 @@ def small_spec():
 
 def served_heads(device):
     """Heads of the model that ranks share."""
-    from .engine.models import find
+    from ladder.engine.models import find
 
     return (find("deepseek-v2-lite") if device == "cuda" else small_spec()).config.num_heads
 
@@ -150,8 +150,7 @@ def serve_rank(rank, num_ranks, port, device, parts, path, seconds):
     import torch.distributed as dist
 
     from dspark_mini.launch import connect
-
-    from .engine import parallel
+    from ladder.engine import parallel
 
     end = time.monotonic() + seconds
     part = parallel.join(device, store=dist.PrefixStore("serve", connect(port)), rank=rank, size=num_ranks, timeout_s=100)
@@ -187,7 +186,7 @@ def short(error):
 
 def _setting(part, device):
     """(spec, backends, engine options) of a device."""
-    from .engine.models import find
+    from ladder.engine.models import find
 
     if device == "cpu":
         return small_spec(), ("sdpa", "step08"), SMALL["options"]
@@ -201,11 +200,10 @@ def _case(part, name, **fields):
 def parity_jobs(part, device):
     """The logits of a few layers on all ranks against those of one rank, for every split of the experts."""
     from dspark_mini import place
-
-    from .engine import bench, parallel
-    from .engine.engine import Engine
-    from .engine.sampling import SamplingParams
-    from .engine.scheduler import Request
+    from ladder.engine import bench, parallel
+    from ladder.engine.engine import Engine
+    from ladder.engine.sampling import SamplingParams
+    from ladder.engine.scheduler import Request
 
     spec, backends, _ = _setting(part, device)
     layers = 3
@@ -255,8 +253,7 @@ def parity_jobs(part, device):
 def engine_jobs(part, device):
     """The article's table on this machine: steps 07 and 08 on all ranks."""
     from dspark_mini import baselines
-
-    from .engine import bench
+    from ladder.engine import bench
 
     spec, backends, options = _setting(part, device)
     shape = SERVED if device == "cuda" else SMALL["served"]
@@ -279,8 +276,7 @@ def engine_jobs(part, device):
 def four_way_jobs(part, device):
     """Throughput of {neither, kernel, scheduler, both} under each skew; what is placed for is counted on the running engine."""
     from dspark_mini import baselines, bundled_trace, place, split_batch
-
-    from .engine import bench, parallel
+    from ladder.engine import bench, parallel
 
     spec, backends, options = _setting(part, device)
     shape = FOUR_WAY if device == "cuda" else SMALL["served"]
@@ -328,9 +324,9 @@ def four_way_jobs(part, device):
 
 def count_routing(spec, backend, shape, device, options):
     """(MoE layers, experts) int64: choices of experts in the prompts of the benchmark, counted on the running engine."""
-    from .engine import bench
-    from .engine.engine import Engine
-    from .engine.sampling import SamplingParams
+    from ladder.engine import bench
+    from ladder.engine.engine import Engine
+    from ladder.engine.sampling import SamplingParams
 
     options = {k: v for k, v in options.items() if k != "fit"}
     options = {"kv_tokens": shape["concurrency"] * (shape["input_len"] + 64), **options}
@@ -416,7 +412,7 @@ def show(row):
 
 @results.names_what_it_cannot_write
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m ladder.bench_multi_gpu", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m ladder.bench multi_gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--json", default="multi_gpu.json", metavar="FILE", help="file for the results; --only leaves its other parts")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (default all)")
     parser.add_argument("--ranks", type=int, default=2, help="ranks, a GPU for each (default 2)")

@@ -1,4 +1,4 @@
-"""Switch the ideas of the Hopper kernel on one by one: ``python -m ladder.bench_variants --json FILE``.
+"""Switch the ideas of the Hopper kernel on one by one: ``python -m ladder.bench variants --json FILE``.
 
 Every variant is the kernel that ships, launched with some of its ideas off, on the same inputs, timed in turn with the
 others and with FlashAttention-3, and checked before and after. Chapter 08 draws the file.
@@ -13,12 +13,13 @@ import time
 
 import torch
 
-from .bench_v2 import Measure, Work
-from .lab import results
-from .lab.parity import Oracle
-from .lab.peers import PEERS
-from .lab.problem import AttentionProblem
-from .lab.roofline import measure_limits
+from ladder.lab import results
+from ladder.lab.parity import Oracle
+from ladder.lab.peers import PEERS
+from ladder.lab.problem import AttentionProblem
+from ladder.lab.roofline import measure_limits
+
+from .step08 import Measure, Work
 
 EVERY_HEAD = 1 << 20
 PROCESSORS = 132
@@ -55,7 +56,7 @@ def configs(problem):
     """[(name, launch parameters, whether the kernel that ships does it)] of the variants of a problem, each with the ideas before it
     that ship; an idea that the problem has no use for is left out.
     """
-    from .step08_dflash2.hopper import plan_prefill
+    from ladder.step08_dflash2.hopper import plan_prefill
 
     p, right = problem, 0 if problem.causal else None
     shipped = plan_prefill(p.B, p.Hq, p.Hq // p.Hkv, p.Sq, p.Sk, p.D, p.Dv, right, False, False, None, PROCESSORS, 1)[0]
@@ -72,7 +73,7 @@ def configs(problem):
 
 def work(problem, device):
     """The variants and FlashAttention-3 on one problem."""
-    from .step08_dflash2 import hopper
+    from ladder.step08_dflash2 import hopper
 
     q, k, v = problem.make(device)
     variants = [(name, config) for name, config, _ in configs(problem)]
@@ -116,7 +117,7 @@ def warm(share, device):
 
 @results.names_what_it_cannot_write
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m ladder.bench_variants", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m ladder.bench variants", description=__doc__.splitlines()[0])
     parser.add_argument("--json", default="bench_variants.json", help="file for the results")
     parser.add_argument("--minutes", type=float, default=3.0, help="start no new case after this long")
     parser.add_argument("--warm", type=int, help=argparse.SUPPRESS)
@@ -126,7 +127,7 @@ def main(argv=None):
     start, device = time.time(), torch.device("cuda", torch.cuda.current_device())
     if args.warm is not None:
         return warm(args.warm, device)
-    for process in [subprocess.Popen([sys.executable, "-m", "ladder.bench_variants", "--warm", str(i)]) for i in range(WORKERS)]:
+    for process in [subprocess.Popen([sys.executable, "-m", "ladder.bench", "variants", "--warm", str(i)]) for i in range(WORKERS)]:
         process.wait()
     limits = measure_limits(device)
     bench = Measure(device, math.inf)

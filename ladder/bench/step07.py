@@ -1,4 +1,4 @@
-"""Measure rungs 06 and 07 on a GPU: ``python -m ladder.bench_v1 --json FILE [--sweep] [--only decode,mla]``.
+"""Measure rungs 06 and 07 on a GPU: ``python -m ladder.bench step07 --json FILE [--sweep] [--only decode,mla]``.
 
 Every case is checked against the float64 oracle before and after its timing, with NaN in the outputs beforehand and in
 every dead slot of the caches, and is timed beside its peers in the same process. Decode is timed as servers run it, in
@@ -18,18 +18,18 @@ from pathlib import Path
 
 import torch
 
-from .lab import results
-from .lab.decode import DecodeOracle, DecodeProblem, decode_peers
-from .lab.memory import peak_bytes
-from .lab.parity import Oracle, poison
-from .lab.peers import peers_for
-from .lab.problem import AttentionProblem
-from .lab.roofline import measure_limits
-from .lab.timing import Timing, measure
-from .rungs import find
+from ladder.lab import results
+from ladder.lab.decode import DecodeOracle, DecodeProblem, decode_peers
+from ladder.lab.memory import peak_bytes
+from ladder.lab.parity import Oracle, poison
+from ladder.lab.peers import peers_for
+from ladder.lab.problem import AttentionProblem
+from ladder.lab.roofline import measure_limits
+from ladder.lab.timing import Timing, measure
+from ladder.rungs import find
 
 SECTIONS = ("decode", "prefill", "mla", "chunked", "groups", "memory", "promises")
-TRACES = Path(__file__).resolve().parents[2] / "shared" / "data" / "traces"
+TRACES = Path(__file__).resolve().parents[3] / "shared" / "data" / "traces"
 
 
 def prefill_problems():
@@ -229,7 +229,7 @@ def run_chunked(bench):
         problem = DecodeProblem(B=8, context=context, q_len=512, Hq=32, Hkv=8)
         print("chunked", problem.label(), flush=True)
         inputs = problem.make(bench.device)
-        from .step07_dflash1 import attention, paged_prefill
+        from ladder.step07_dflash1 import attention, paged_prefill
 
         cu = torch.arange(problem.B + 1, dtype=torch.int32, device=bench.device) * problem.q_len
         packed = inputs.q.flatten(0, 1)
@@ -282,7 +282,7 @@ def run_decode(bench, problem):
 
 
 def _decode_rungs(problem, inputs, device, **options):
-    from . import step06_paged, step07_dflash1
+    from ladder import step06_paged, step07_dflash1
 
     q, k_cache, v_cache, table, lens = inputs
     shape = (*q.shape[:3], problem.Dv)
@@ -356,8 +356,8 @@ def routing(folder, task, layer):
 
 def run_groups(bench, folder, config=None):
     """Grouped against capacity-padded execution of one expert product (2048 x 1408), on real routing."""
-    from .step07_dflash1 import capacity_offsets, group_tokens, grouped_matmul, tile_map
-    from .step07_dflash1.groups import matmul_config
+    from ladder.step07_dflash1 import capacity_offsets, group_tokens, grouped_matmul, tile_map
+    from ladder.step07_dflash1.groups import matmul_config
 
     device, experts = bench.device, 64
     config = config or {}
@@ -409,7 +409,7 @@ def sweep_groups(bench, folder):
 
 
 def run_groups_one(bench, folder, config):
-    from .step07_dflash1 import capacity_offsets, group_tokens, grouped_matmul
+    from ladder.step07_dflash1 import capacity_offsets, group_tokens, grouped_matmul
 
     found = routing(folder, "law", 13)
     if found is None:
@@ -427,7 +427,7 @@ def run_groups_one(bench, folder, config):
 
 def run_permute(bench, folder):
     """Attention, then a pass that permutes its output into expert order, against attention that writes it there."""
-    from .step07_dflash1 import attention_varlen, group_tokens, permute_rows
+    from ladder.step07_dflash1 import attention_varlen, group_tokens, permute_rows
 
     found = routing(folder, "law", 13)
     if found is None:
@@ -483,8 +483,8 @@ def run_memory(bench):
 
 def run_promises(bench):
     """What a table of speeds does not show: graphs replayed at other lengths, the same bits, rows that ignore their mates."""
-    from . import step06_paged
-    from .step07_dflash1 import DecodeWorkspace, paged_decode
+    from ladder import step06_paged
+    from ladder.step07_dflash1 import DecodeWorkspace, paged_decode
 
     problem = DecodeProblem(B=3, lengths=(9000, 1, 4097), max_context=16384)
     inputs = problem.make(bench.device)
@@ -629,7 +629,7 @@ def warm(share, shares, sweep, traces):
 
 @results.names_what_it_cannot_write
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m ladder.bench_v1", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m ladder.bench step07", description=__doc__.splitlines()[0])
     parser.add_argument("--json", default="bench_v1.json", help="file for the results")
     parser.add_argument("--sweep", action="store_true", help="also time candidate tile sizes and splits")
     parser.add_argument("--only", default=",".join(SECTIONS), help=f"some of {','.join(SECTIONS)}")
@@ -643,7 +643,7 @@ def main(argv=None):
         return warm(*args.warm, args.sweep, args.traces)
     start = time.time()
     workers = min(14, max(1, (os.cpu_count() or 2) - 2))
-    command = [sys.executable, "-m", "ladder.bench_v1", "--traces", str(args.traces), *(["--sweep"] if args.sweep else [])]
+    command = [sys.executable, "-m", "ladder.bench", "step07", "--traces", str(args.traces), *(["--sweep"] if args.sweep else [])]
     running = [subprocess.Popen([*command, "--warm", str(i), str(workers)]) for i in range(workers)]
     for process in running:
         process.wait()

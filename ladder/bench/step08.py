@@ -1,4 +1,4 @@
-"""Measure rung 08 beside its peers on a GPU: ``python -m ladder.bench_v2 --json FILE [--only prefill,decode] [--cells REGEX]``.
+"""Measure rung 08 beside its peers on a GPU: ``python -m ladder.bench step08 --json FILE [--only prefill,decode] [--cells REGEX]``.
 
 Every cell of step 08's targets: prefill at three head sizes and four head layouts, paged decode, MLA decode, range windows,
 chunked prefill, memory and the first call. All implementations of a cell are measured in turn, round after round, in this
@@ -23,16 +23,17 @@ from pathlib import Path
 
 import torch
 
-from .bench_v1 import Bench
-from .lab import results
-from .lab.decode import DecodeOracle, DecodeProblem, contiguous_peers, decode_peers
-from .lab.memory import peak_bytes
-from .lab.parity import Oracle, Parity, poison
-from .lab.peers import PEERS
-from .lab.problem import AttentionProblem
-from .lab.roofline import Limits, measure_limits
-from .lab.timing import Timing, measure
-from .lab.windows import WindowOracle
+from ladder.lab import results
+from ladder.lab.decode import DecodeOracle, DecodeProblem, contiguous_peers, decode_peers
+from ladder.lab.memory import peak_bytes
+from ladder.lab.parity import Oracle, Parity, poison
+from ladder.lab.peers import PEERS
+from ladder.lab.problem import AttentionProblem
+from ladder.lab.roofline import Limits, measure_limits
+from ladder.lab.timing import Timing, measure
+from ladder.lab.windows import WindowOracle
+
+from .step07 import Bench
 
 OURS, V1 = "step08_dflash2", "step07_dflash1"
 SECTIONS = ("prefill", "decode", "mla_decode", "windows", "chunked", "memory", "first_call")
@@ -176,8 +177,8 @@ def cells(dry=False):
 
 
 def prefill_work(problem, wanted, device, peers=True):
-    from .step07_dflash1 import attention as v1
-    from .step08_dflash2 import dflash2_attention
+    from ladder.step07_dflash1 import attention as v1
+    from ladder.step08_dflash2 import dflash2_attention
 
     q, k, v = problem.make(device) if peers else _empty(problem, device)
     outs = {name: q.new_empty(*q.shape[:3], problem.Dv) for name in (OURS, *([V1] if V1 in wanted else []))}
@@ -198,8 +199,8 @@ def _empty(problem, device):
 
 
 def decode_work(problem, device, peers=True):
-    from . import step07_dflash1
-    from .step08_dflash2 import dflash2_decode, dflash2_mla_decode
+    from ladder import step07_dflash1
+    from ladder.step08_dflash2 import dflash2_decode, dflash2_mla_decode
 
     if not peers:  # short sequences under the same block table: the host never sees lengths, so the same kernels
         problem = problem.replace(context=2 * problem.page_size, lengths=None, max_context=problem.capacity)
@@ -238,7 +239,7 @@ def decode_work(problem, device, peers=True):
 
 def decode_workspace(problem, device):
     """A workspace of rung 08's own, kept between calls as a server keeps it; None where rung 08 has no class for it."""
-    from . import step08_dflash2
+    from ladder import step08_dflash2
 
     make = getattr(step08_dflash2, "DecodeWorkspace", None)
     return make(device) if make else None
@@ -258,7 +259,7 @@ def window_cases(dry=False):
 
 
 def window_work(S, ranges, names, dry, device, peers=True):
-    from .step08_dflash2 import RangeWindows, dflash2_attention
+    from ladder.step08_dflash2 import RangeWindows, dflash2_attention
 
     heads = 2 if dry else 16
     problem = AttentionProblem(Hq=heads, Hkv=heads, Sq=S, Sk=S, causal=True, dtype=_dtype(dry))
@@ -302,7 +303,7 @@ def _visible_pairs(ranges, S):
 
 def _fa3_window(q, k, v, window):
     """FlashAttention-3 with the ``window`` newest keys of each query; it counts those to the left of the query's own."""
-    from .lab.peers import _fa3_module
+    from ladder.lab.peers import _fa3_module
 
     interface = __import__(_fa3_module())
 
@@ -323,8 +324,8 @@ def _flex_window(S, sink, window):
 
 
 def chunked_work(problem, device, peers=True):
-    from . import step07_dflash1
-    from .step08_dflash2 import dflash2_attention, dflash2_paged_prefill
+    from ladder import step07_dflash1
+    from ladder.step08_dflash2 import dflash2_attention, dflash2_paged_prefill
 
     inputs = problem.make(device, poison=peers)
     q, k_cache, v_cache, table, lens = inputs
@@ -348,8 +349,8 @@ def chunked_work(problem, device, peers=True):
 
 def run_memory(bench):
     """Peak memory of a 128k causal prefill on top of its inputs, output included: rung 08 against rung 07."""
-    from .step07_dflash1 import attention as v1
-    from .step08_dflash2 import dflash2_attention
+    from ladder.step07_dflash1 import attention as v1
+    from ladder.step08_dflash2 import dflash2_attention
 
     length = _scaled(bench.dry, 131072)
     problem = AttentionProblem(Hq=16, Hkv=16, Sq=length, Sk=length, causal=True, dtype=_dtype(bench.dry))
@@ -412,7 +413,7 @@ def run_first_call(bench):
             env = dict(os.environ, PYTHONPYCACHEPREFIX=bytecode.name, **({"TRITON_CACHE_DIR": folder} if cache == "empty" else {}))
             env.pop("PYTHONDONTWRITEBYTECODE", None)
             arguments = [bench.device.type, _dtype(bench.dry), "warmup" if warm else "-"]
-            root = str(Path(__file__).resolve().parents[1])
+            root = str(Path(__file__).resolve().parents[2])
             env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
             run = subprocess.run([sys.executable, "-c", FIRST_CALL, *arguments], capture_output=True, text=True, env=env, timeout=180)
         if run.returncode:
@@ -666,7 +667,7 @@ def chosen_cells(only, patterns, dry):
 
 @results.names_what_it_cannot_write
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m ladder.bench_v2", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m ladder.bench step08", description=__doc__.splitlines()[0])
     parser.add_argument("--json", default="bench_v2.json", help="file for the results")
     parser.add_argument("--only", default=",".join(SECTIONS), help=f"some of {','.join(SECTIONS)}")
     parser.add_argument("--cells", action="append", help="regular expression on the names of cells; may be given again")
@@ -722,7 +723,7 @@ def main(argv=None):
 
 def _warm_all(dry, start):
     workers = min(14, max(1, (os.cpu_count() or 2) - 2))
-    command = [sys.executable, "-m", "ladder.bench_v2", *(["--dry"] if dry else [])]
+    command = [sys.executable, "-m", "ladder.bench", "step08", *(["--dry"] if dry else [])]
     running = [subprocess.Popen([*command, "--warm", str(i), str(workers)]) for i in range(workers)]
     for process in running:
         process.wait()

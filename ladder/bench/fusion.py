@@ -1,4 +1,4 @@
-"""Measure step 08's fusion on a GPU: ``python -m ladder.bench_fusion --json FILE``.
+"""Measure step 08's fusion on a GPU: ``python -m ladder.bench fusion --json FILE``.
 
 Each fused call beside the chain of PyTorch operations that it replaces, as a model's code writes it: device launches,
 bytes moved, microseconds in a CUDA graph with L2 filled with other data before, and errors against float64. ``one_launch`` and
@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .bench_v1 import Bench, DryRun
-from .lab import results
-from .lab.parity import Parity, _band, _distance, poison
-from .lab.roofline import measure_limits
-from .step07_dflash1 import DecodeWorkspace
-from .step08_dflash2 import fusion
+from ladder.lab import results
+from ladder.lab.parity import Parity, _band, _distance, poison
+from ladder.lab.roofline import measure_limits
+from ladder.step07_dflash1 import DecodeWorkspace
+from ladder.step08_dflash2 import fusion
+
+from .step07 import Bench, DryRun
 
 TOKENS = (8, 64, 4096)
 
@@ -351,7 +352,7 @@ def run_case(bench, case):
 
 @results.names_what_it_cannot_write
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m ladder.bench_fusion", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m ladder.bench fusion", description=__doc__.splitlines()[0])
     parser.add_argument("--json", default="bench_fusion.json", help="file for the results, '-' for standard output")
     parser.add_argument("--minutes", type=float, default=2.0, help="stop starting new cases after this long")
     parser.add_argument("--warm", nargs=2, type=int, help=argparse.SUPPRESS)
@@ -367,7 +368,7 @@ def main(argv=None):
         return 0
     start = time.time()
     workers = min(6, max(1, (os.cpu_count() or 2) - 2))
-    command = [sys.executable, "-m", "ladder.bench_fusion", "--warm"]
+    command = [sys.executable, "-m", "ladder.bench", "fusion", "--warm"]
     running = [subprocess.Popen([*command, str(i), str(workers)]) for i in range(workers)]
     for process in running:
         process.wait()
