@@ -21,7 +21,7 @@ from ladder.lab.roofline import measure_limits
 from ladder.step07_dflash1 import DecodeWorkspace
 from ladder.step08_dflash2 import fusion
 
-from .step07 import Bench, DryRun
+from .harness import Bench, DryRun
 
 TOKENS = (8, 64, 4096)
 

@@ -13,20 +13,22 @@ import os
 import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
 
 import torch
 
 from ladder.lab import results
+from ladder.lab.cells import decode_problems, mla_problems
 from ladder.lab.decode import DecodeOracle, DecodeProblem, decode_peers
 from ladder.lab.memory import peak_bytes
 from ladder.lab.parity import Oracle, poison
 from ladder.lab.peers import peers_for
 from ladder.lab.problem import AttentionProblem
 from ladder.lab.roofline import measure_limits
-from ladder.lab.timing import Timing, measure
+from ladder.lab.timing import measure
 from ladder.rungs import find
+
+from .harness import Bench, DryRun
 
 SECTIONS = ("decode", "prefill", "mla", "chunked", "groups", "memory", "promises")
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "data" / "traces"
@@ -48,12 +50,6 @@ def prefill_problems():
     ]  # fmt: skip
 
 
-def decode_problems():
-    """The table of decode cells: 32 query and 8 KV heads of 128, one new token, pages of 64."""
-    cells = [(1, 4096), (1, 32768), (1, 131072), (8, 4096), (8, 32768), (64, 4096), (64, 16384)]
-    return [DecodeProblem(B=b, context=n) for b, n in cells]
-
-
 def other_decode_problems():
     """Page sizes, a ragged batch, a large group, several new tokens."""
     generator = torch.Generator().manual_seed(1)
@@ -63,13 +59,6 @@ def other_decode_problems():
         DecodeProblem(B=64, lengths=ragged, max_context=16384), DecodeProblem(B=64, context=4096, Hq=28, Hkv=4),
         DecodeProblem(B=64, context=4096, q_len=4), DecodeProblem(B=64, context=4096, Hq=64, Hkv=8, D=64, Dv=64),
     ]  # fmt: skip
-
-
-def mla_problems():
-    """Absorbed MLA decode, 576 / 512."""
-    shape = dict(Hkv=1, D=576, Dv=512, latent=True, scale=192**-0.5)
-    cells = [(16, 64, 4096), (16, 128, 8192), (128, 64, 4096), (128, 128, 8192), (16, 1, 32768)]
-    return [DecodeProblem(B=b, Hq=h, context=n, **shape) for h, b, n in cells]
 
 
 PREFILL_CANDIDATES = [
@@ -93,82 +82,6 @@ MATMUL_CANDIDATES = [
     dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_warps=w, num_stages=s)
     for m, n, k, w, s in [(64, 128, 64, 4, 4), (64, 128, 64, 4, 3), (64, 256, 64, 8, 3), (64, 256, 64, 4, 3), (128, 128, 64, 8, 3), (128, 256, 64, 8, 3)]
 ]  # fmt: skip
-
-
-class Bench:
-    """Collects rows; knows the device, the limits and the time left."""
-
-    def __init__(self, device, deadline, quick=False):
-        self.device, self.deadline, self.rows, self.failures = device, deadline, [], []
-        self.budget = 40 if quick else 120
-        l2 = torch.cuda.get_device_properties(device).L2_cache_size
-        self.sweep = torch.zeros(l2 // 2, dtype=torch.float32, device=device)
-
-    def guard(self, what, fn, *args):
-        """Run fn; on an exception note it and go on. Skips everything once the deadline has passed."""
-        if time.time() > self.deadline:
-            self.failures.append({"what": what, "error": "not run: out of time"})
-            return None
-        try:
-            return fn(*args)
-        except Exception as error:  # a compile error, out of memory, an assertion: all are results
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            self.failures.append({"what": what, "error": f"{type(error).__name__}: {error}"[:400], "at": f"{Path(last.filename).name}:{last.lineno}"})
-            print(f"  FAILED {what}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-            return None
-
-    def events(self, fn, args=()):
-        return measure(fn, [args], device=self.device, budget_ms=self.budget, max_runs=60)
-
-    def graph(self, fn, runs=25):
-        """Timing of ``fn()`` replayed from a CUDA graph, L2 filled with other data before each replay; leaves one replay's output."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                fn()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            fn()
-        for _ in range(2):
-            graph.replay()
-        events = []
-        for _ in range(runs):
-            self.sweep.sum()  # reads: dirty lines would be written back during the replay
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            events.append((begin, end))
-        torch.cuda.synchronize()
-        samples = sorted(a.elapsed_time(b) for a, b in events)
-        return Timing(samples[runs // 2], samples[runs // 5], samples[-1 - runs // 5], runs)
-
-    def add(self, *args, **kwargs):
-        entry = results.row(*args, **kwargs)
-        self.rows.append(entry)
-        speed = f"{entry['tflops']:8.1f} TFLOP/s" if "tflops" in entry else ""
-        speed += f"{entry['tbs']:8.3f} TB/s" if "tbs" in entry else ""
-        ok = {True: "ok", False: "WRONG " + entry.get("reason", ""), None: ""}[entry.get("ok")]
-        ms = f"{entry['ms']['median']:9.4f} ms" if "ms" in entry else ""
-        extra = {k: v for k, v in entry.items() if k in ("config", "num_kv_splits", "ms_eager")}
-        print(f"  {entry['impl']:16} {ms} {speed} {ok} {extra or ''}", flush=True)
-        return entry
-
-
-class DryRun(Bench):
-    """Runs everything once and times nothing: compiles what a Bench will launch."""
-
-    def __init__(self, device):
-        super().__init__(device, time.time() + 120)
-
-    def events(self, fn, args=()):
-        fn(*args)
-        return Timing(1.0, 1.0, 1.0, 1)
-
-    def graph(self, fn, runs=1):
-        return self.events(fn)
 
 
 # Prefill

@@ -17,56 +17,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from ladder.lab import results
+from ladder.lab.cells import LENGTHS, OURS, V1, by_cell, faster, geometric_mean
 from ladder.lab.decode import DecodeOracle, DecodeProblem, contiguous_peers, decode_peers
 from ladder.lab.memory import peak_bytes
-from ladder.lab.parity import Oracle, Parity, poison
+from ladder.lab.parity import Oracle
 from ladder.lab.peers import PEERS
 from ladder.lab.problem import AttentionProblem
 from ladder.lab.roofline import Limits, measure_limits
-from ladder.lab.timing import Timing, measure
 from ladder.lab.windows import WindowOracle
 
-from .step07 import Bench
+from .harness import Cell, Measure, Work
 
-OURS, V1 = "step08_dflash2", "step07_dflash1"
 SECTIONS = ("prefill", "decode", "mla_decode", "windows", "chunked", "memory", "first_call")
-LENGTHS = (1024, 4096, 16384, 32768, 131072)
-ROUNDS = 3
-
-
-@dataclass
-class Work:
-    """What to run for one case: ``impls`` are functions of no arguments that return an output.
-
-    ``oracle()`` makes the judge, whose ``check(out)`` returns a Parity; ``outs`` are the buffers that an implementation writes
-    into, poisoned before it is checked. ``graph``: time it replayed from a CUDA graph. ``suffix``: what its rows add to the cell's name.
-    """
-
-    case: dict
-    impls: dict
-    oracle: Callable
-    outs: dict = field(default_factory=dict)
-    flops: float | None = None
-    num_bytes: float | None = None
-    graph: bool = False
-    suffix: str = ""
-    extra: dict = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One comparison. ``build(device, peers)`` returns a list of Work; ``peers`` False: only what this repository compiles."""
-
-    section: str
-    name: str
-    build: Callable
 
 
 # Cells
@@ -433,63 +400,6 @@ def run_first_call(bench):
 # Measuring
 
 
-class Measure(Bench):
-    """``bench_v1.Bench`` for a GPU or, in a dry run, for any device: rounds in turn, and a check on both sides of them."""
-
-    def __init__(self, device, stop_at, *, dry=False, only_impls=None):
-        self.dry, self.only_impls, self.stop_at = dry, only_impls, stop_at
-        if device.type == "cuda":
-            super().__init__(device, math.inf)  # time runs out between cells, never within one
-        else:
-            self.device, self.deadline, self.rows, self.failures = device, math.inf, [], []
-        self.budget = 25
-
-    def events(self, fn, args=()):
-        if self.dry:
-            return measure(fn, [args], device=self.device, budget_ms=0.01, min_runs=1, max_runs=1)
-        return measure(fn, [args], device=self.device, budget_ms=self.budget, min_runs=2, max_runs=40)
-
-    def graph(self, fn, runs=25):
-        return super().graph(fn, runs) if self.device.type == "cuda" else self.events(fn)
-
-    def work(self, work, name):
-        """Check, measure in rounds, check again; one row an implementation."""
-        print(f"{name}", flush=True)
-        impls = {n: fn for n, fn in work.impls.items() if n == OURS or self.only_impls is None or n in self.only_impls}
-        oracle = work.oracle()
-
-        def check(impl):
-            if impl in work.outs:
-                poison(work.outs[impl])
-            return oracle.check(impls[impl]().contiguous())
-
-        before = {impl: self.guard(f"{impl} {name}", check, impl) for impl in impls}
-        timed = {impl: [] for impl in impls if before[impl] is not None}
-        clocks = dict.fromkeys(timed, self.graph if work.graph else self.events)
-        for turn in range(1 if self.dry else ROUNDS):
-            order = list(timed)
-            first = turn % max(1, len(order))
-            for impl in order[first:] + order[:first]:  # another one first in every round
-                timing = self.guard(f"{impl} {name}", clocks[impl], impls[impl])
-                if timing is None and work.graph and clocks[impl] != self.events:  # what cannot be captured is timed launch by launch
-                    clocks[impl], timed[impl] = self.events, []
-                    timing = self.guard(f"{impl} {name}, without a graph", self.events, impls[impl])
-                if timing is None:
-                    timed.pop(impl)
-                else:
-                    timed[impl].append(timing)
-        for impl, timings in timed.items():
-            after = self.guard(f"{impl} {name}, after timing", check, impl)
-            if after is None:
-                after = Parity(False, math.inf, oracle.budget, "raised after it was timed")
-            middle = sorted(timings, key=lambda t: t.median)[len(timings) // 2]
-            spread = Timing(middle.median, min(t.p20 for t in timings), max(t.p80 for t in timings), sum(t.runs for t in timings))
-            self.add(
-                work.case, impl, timing=spread, flops=work.flops, num_bytes=work.num_bytes, parity=after if before[impl] else before[impl],
-                cell=name, timed="graph" if clocks[impl] == self.graph else "events", **work.extra,
-            )  # fmt: skip
-
-
 def run_cell(bench, cell):
     """Measure one cell into ``bench.rows``."""
     if cell.section == "memory":
@@ -504,28 +414,6 @@ def run_cell(bench, cell):
 
 
 # Ratios and targets
-
-
-def by_cell(rows, mode):
-    """[{implementation: row}] of the timed rows of one mode, a dict a cell."""
-    found = {}
-    for entry in rows:
-        if entry["case"].get("mode") == mode and "ms" in entry:
-            found.setdefault(entry["cell"], {})[entry["impl"]] = entry
-    return list(found.values())
-
-
-def faster(impls, peer, ours=OURS):
-    """How many times faster than ``peer`` ours is in one case; None where either is missing or wrong."""
-    if peer not in impls or ours not in impls or impls[peer].get("ok") is False or impls[ours].get("ok") is False:
-        return None
-    return impls[peer]["ms"]["median"] / impls[ours]["ms"]["median"]
-
-
-def geometric_mean(values):
-    """Of positive numbers; None of none."""
-    values = list(values)
-    return math.exp(sum(map(math.log, values)) / len(values)) if values else None
 
 
 def ratio_summary(rows, peer="fa3"):

@@ -19,7 +19,7 @@ from ladder.lab.peers import PEERS
 from ladder.lab.problem import AttentionProblem
 from ladder.lab.roofline import measure_limits
 
-from .step08 import Measure, Work
+from .harness import Measure, Work
 
 EVERY_HEAD = 1 << 20
 PROCESSORS = 132

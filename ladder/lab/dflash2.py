@@ -22,13 +22,13 @@ from IPython.display import Markdown
 from ladder.rungs import find
 
 from . import plots, plots_dflash2, results, schedules
+from .cells import OURS, V1, by_cell, faster
 from .decode import DecodeOracle, DecodeProblem
 from .parity import Oracle
 from .problem import MINILM, AttentionProblem
 from .report import title as implementation_title
 from .windows import WindowOracle
 
-OURS, V1 = "step08_dflash2", "step07_dflash1"
 RECORDS = {
     OURS: "python -m ladder.bench step08 --json notebooks/results/step08_dflash2.json",
     "step08_variants": "python -m ladder.bench variants --json notebooks/results/step08_variants.json",
@@ -68,8 +68,6 @@ def missing(name):
 
 def rows_by_cell(doc, mode):
     """[{implementation: row}] of the timed rows of one mode."""
-    from ladder.bench.step08 import by_cell
-
     return by_cell(doc["rows"], mode) if doc else []
 
 
@@ -323,8 +321,6 @@ COLUMNS = ("1k", "4k", "16k", "32k", "128k")
 
 def grid(doc, peer="fa3"):
     """Step 08's prefill speed over a peer in every recorded cell, as a Picture."""
-    from ladder.bench.step08 import faster
-
     if doc is None:
         return missing(OURS)
     ratios, rows = {}, []
@@ -444,8 +440,6 @@ def verdicts(doc):
 
 def ratio(doc, mode, peer, cell):
     """How many times as fast as ``peer`` step 08 is in a recorded cell, or None where it is not recorded."""
-    from ladder.bench.step08 import faster
-
     found = [impls for impls in rows_by_cell(doc, mode) if OURS in impls and impls[OURS]["cell"] == cell]
     return faster(found[0], peer) if found else None
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from ladder import rungs
 
 from . import results
+from .cells import LENGTHS, OURS, by_cell, faster, geometric_mean
 from .results import select
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -159,8 +160,6 @@ def _timed(doc, *modes):
 
 def dflash2_table(doc):
     """Step 08 beside its peers: prefill in TFLOP/s and as a multiple of FlashAttention-3, decode in TB/s against the best peer."""
-    from ladder.bench.step08 import LENGTHS, OURS, by_cell, faster, geometric_mean
-
     lengths = [f"{n // 1024}k" for n in LENGTHS]
     prefill, ratios = {}, []
     for impls in by_cell(doc["rows"], "prefill"):

@@ -14,7 +14,7 @@ from IPython.display import Markdown
 
 from ladder.rungs import RUNGS, find
 
-from . import plots, results
+from . import cells, plots, results
 from .decode import DecodeOracle, DecodeProblem
 from .problem import AttentionProblem, reference
 from .report import title as implementation_title
@@ -56,16 +56,12 @@ def numbers(remeasure=False):
 
 def decode_problems():
     """{label: DecodeProblem} of the table of decode cells: 32 query and 8 KV heads of 128, one new token, pages of 64."""
-    from ladder.bench.step07 import decode_problems as cells
-
-    return {label(problem): problem for problem in cells()}
+    return {label(problem): problem for problem in cells.decode_problems()}
 
 
 def mla_problems():
     """{label: DecodeProblem} of the recorded absorbed MLA cells."""
-    from ladder.bench.step07 import mla_problems as cells
-
-    return {f"{label(problem)}, {problem.Hq} heads": problem for problem in cells()}
+    return {f"{label(problem)}, {problem.Hq} heads": problem for problem in cells.mla_problems()}
 
 
 def label(problem):
