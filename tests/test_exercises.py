@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ladder.lab import exercises, interpret, solutions, solutions_serving
+from ladder.chapters.ch01_05_rungs import exercises, solutions
+from ladder.chapters.ch06_07_serving import solutions as solutions_serving
+from ladder.lab import interpret
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 ROOT = NOTEBOOKS.parent

@@ -45,7 +45,7 @@ def run_case(name):
     import triton
 
     from ladder.bench import fusion as bench_fusion
-    from ladder.lab.decode import DecodeProblem
+    from ladder.lab.decode_problem import DecodeProblem
     from ladder.step08_dflash2 import RangeWindows, decode, dflash2_attention, fusion, hopper
 
     launched = set()

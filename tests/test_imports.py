@@ -62,14 +62,15 @@ except ImportError as error:
 
 
 def test_the_instruments_import_without_triton():
-    lab = ROOT / "ladder" / "lab"
     names = [
-        ".".join(p.relative_to(lab).with_suffix("").parts)
-        for p in lab.rglob("*.py")
-        if p.stem not in ("__init__", "plots", "widgets", "solutions_triton")
+        ".".join(p.relative_to(ROOT).with_suffix("").parts)
+        for folder in ("lab", "chapters")
+        for p in (ROOT / "ladder" / folder).rglob("*.py")
+        if p.stem not in ("__init__", "solutions_triton")
     ]
-    assert {"compile.compiler", "compile.matrix", "interpret", "parity", "peers", "problem", "timing"} <= set(names)
-    code = "\n".join(f"import ladder.lab.{name}" for name in names)
+    lab = {"compile.compiler", "compile.matrix", "interpret", "parity", "peers", "problem", "timing"}
+    assert {f"ladder.lab.{name}" for name in lab} <= set(names)
+    code = "\n".join(f"import {name}" for name in names)
     python(WITHOUT_TRITON + code + "\nfrom ladder.lab.interpret import has_triton\nprint('imported')")
 
 

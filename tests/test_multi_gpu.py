@@ -12,7 +12,8 @@ import torch
 
 from dspark_mini import baselines, place, split_batch
 from ladder.bench import multi_gpu as bench
-from ladder.lab import interpret, multi_gpu, results
+from ladder.chapters.ch10_scheduling import tables as multi_gpu
+from ladder.lab import interpret, results
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ladder.chapters.ch01_05_rungs.widgets import diff_lines
 from ladder.lab import interpret, results
-from ladder.lab.widgets import diff_lines
 from ladder.rungs import RUNGS, find
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
@@ -60,7 +60,7 @@ def test_there_is_a_chapter_for_each_rung():
 def test_executed_in_order_without_errors(path):
     notebook = read(path)
     counts = [cell["execution_count"] for cell in code_cells(notebook)]
-    assert counts == list(range(1, len(counts) + 1)), "run `python -m ladder.lab.notebooks` before committing"
+    assert counts == list(range(1, len(counts) + 1)), "run `python -m ladder.chapters.run` before committing"
     for cell in code_cells(notebook):
         assert all(output["output_type"] != "error" for output in cell["outputs"]), source(cell)
         assert not any(output.get("name") == "stderr" for output in cell["outputs"]), source(cell)

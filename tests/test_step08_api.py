@@ -13,7 +13,7 @@ from step08_checks import DEVICE, ON_GPU, WINDOWS
 from test_imports import WITHOUT_TRITON, python
 
 import ladder.step08_dflash2 as step08
-from ladder.lab.decode import DecodeProblem
+from ladder.lab.decode_problem import DecodeProblem
 from ladder.lab.problem import MINILM, AttentionProblem
 from ladder.step08_dflash2 import (
     RangeWindows,

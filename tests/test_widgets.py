@@ -5,7 +5,9 @@ import torch
 
 pytest.importorskip("ipywidgets")
 
-from ladder.lab import plots, results, widgets
+from ladder.chapters import plots
+from ladder.chapters.ch01_05_rungs import widgets
+from ladder.lab import results
 from ladder.lab.problem import MINILM, AttentionProblem, reference
 from ladder.lab.trace import Traffic, watch
 from ladder.rungs import RUNGS, find

@@ -7,18 +7,28 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from ladder.lab import (
-    dflash2,
-    exercises,
-    plots,
-    plots_dflash2,
-    results,
-    schedules,
-    solutions_dflash2,
-    widgets,
+from ladder.chapters import plots
+from ladder.chapters.ch01_05_rungs import exercises, widgets
+from ladder.chapters.ch08_dflash2 import (
+    plots as plots_dflash2,
 )
+from ladder.chapters.ch08_dflash2 import (
+    simulate as schedules,
+)
+from ladder.chapters.ch08_dflash2 import (
+    solutions as solutions_dflash2,
+)
+from ladder.chapters.ch08_dflash2 import (
+    tables as dflash2,
+)
+from ladder.chapters.ch08_dflash2.widgets import (
+    OverlapExplorer,
+    PrefillRoofline,
+    ScheduleExplorer,
+    WindowExplorer,
+)
+from ladder.lab import results
 from ladder.lab.problem import AttentionProblem
-from ladder.lab.widgets_dflash2 import OverlapExplorer, PrefillRoofline, ScheduleExplorer, WindowExplorer
 from ladder.step08_dflash2 import RangeWindows
 
 PNG = b"\x89PNG"

@@ -8,20 +8,25 @@ import pytest
 import test_profile
 import torch
 
-from ladder.engine.engine import Engine
-from ladder.engine.kv_pool import PagePool
-from ladder.engine.models import find, tiny_moe
-from ladder.engine.models.tiny_moe import TinyMoEConfig
-from ladder.engine.sampling import SamplingParams
-from ladder.engine.scheduler import Request, Scheduler
-from ladder.lab import end_to_end, exercises, plots, profiling, results, solutions_engine
-from ladder.lab.widgets_engine import (
+from ladder.chapters import plots
+from ladder.chapters.ch01_05_rungs import exercises
+from ladder.chapters.ch09_profiling import tables as profiling
+from ladder.chapters.ch11_end_to_end import solutions as solutions_engine
+from ladder.chapters.ch11_end_to_end import tables as end_to_end
+from ladder.chapters.ch11_end_to_end.widgets import (
     AmdahlExplorer,
     DecisionExplorer,
     PoolExplorer,
     ShareExplorer,
     TimelineExplorer,
 )
+from ladder.engine.engine import Engine
+from ladder.engine.kv_pool import PagePool
+from ladder.engine.models import find, tiny_moe
+from ladder.engine.models.tiny_moe import TinyMoEConfig
+from ladder.engine.sampling import SamplingParams
+from ladder.engine.scheduler import Request, Scheduler
+from ladder.lab import results
 from ladder.profile.measure import _union
 
 PNG = b"\x89PNG"

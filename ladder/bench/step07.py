@@ -19,7 +19,7 @@ import torch
 
 from ladder.lab import results
 from ladder.lab.cells import decode_problems, mla_problems
-from ladder.lab.decode import DecodeOracle, DecodeProblem, decode_peers
+from ladder.lab.decode_problem import DecodeOracle, DecodeProblem, decode_peers
 from ladder.lab.memory import peak_bytes
 from ladder.lab.parity import Oracle, poison
 from ladder.lab.peers import peers_for

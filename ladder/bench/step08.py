@@ -23,13 +23,13 @@ import torch
 
 from ladder.lab import results
 from ladder.lab.cells import LENGTHS, OURS, V1, by_cell, faster, geometric_mean
-from ladder.lab.decode import DecodeOracle, DecodeProblem, contiguous_peers, decode_peers
+from ladder.lab.decode_problem import DecodeOracle, DecodeProblem, contiguous_peers, decode_peers
 from ladder.lab.memory import peak_bytes
 from ladder.lab.parity import Oracle
 from ladder.lab.peers import PEERS
 from ladder.lab.problem import AttentionProblem
 from ladder.lab.roofline import Limits, measure_limits
-from ladder.lab.windows import WindowOracle
+from ladder.lab.window_oracle import WindowOracle
 
 from .harness import Cell, Measure, Work
 
@@ -344,7 +344,7 @@ cache = torch.randn(64, 64, 8, 128, device=device).to(dtype)
 table = torch.arange(64, dtype=torch.int32, device=device)[None]
 lens = torch.tensor([4000], dtype=torch.int32, device=device)
 q_new = torch.randn(1, 32, 128, device=device).to(dtype)
-from ladder.lab.decode import DecodeProblem
+from ladder.lab.decode_problem import DecodeProblem
 from ladder.lab.problem import AttentionProblem
 shapes = [AttentionProblem(causal=True, dtype=sys.argv[2]), DecodeProblem(dtype=sys.argv[2])]
 sync()

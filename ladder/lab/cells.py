@@ -2,7 +2,7 @@
 
 import math
 
-from .decode import DecodeProblem
+from .decode_problem import DecodeProblem
 
 OURS, V1 = "step08_dflash2", "step07_dflash1"
 LENGTHS = (1024, 4096, 16384, 32768, 131072)

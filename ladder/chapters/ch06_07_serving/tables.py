@@ -1,6 +1,6 @@
 """What chapters 06 and 07 do the same way: recorded decode, parity on a paged cache, experts, what each rung accepts.
 
-As in ``ladder.lab.chapter``, text that goes into an output holds booleans, shapes and recorded numbers only.
+As in ``ladder.chapters.ch01_05_rungs.tables``, text that goes into an output holds booleans, shapes and recorded numbers only.
 """
 
 import os
@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from IPython.display import Markdown
 
+from ladder.chapters import plots
+from ladder.chapters.readme import title as implementation_title
+from ladder.lab import cells, results
+from ladder.lab.decode_problem import DecodeOracle, DecodeProblem
+from ladder.lab.problem import AttentionProblem, reference
 from ladder.rungs import RUNGS, find
-
-from . import cells, plots, results
-from .decode import DecodeOracle, DecodeProblem
-from .problem import AttentionProblem, reference
-from .report import title as implementation_title
 
 RECORD = "step07_dflash1"
 # Head layouts that people serve, from the published configurations: layers, KV heads, and numbers a token keeps a layer.

@@ -5,7 +5,9 @@ from matplotlib import colormaps
 from matplotlib.colors import LogNorm
 from matplotlib.patches import Patch, Rectangle
 
-from . import plots, schedules
+from ladder.chapters import plots
+
+from . import simulate as schedules
 
 GROUP_COLOURS = (plots.SKY, plots.ORANGE)
 

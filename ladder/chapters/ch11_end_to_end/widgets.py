@@ -5,9 +5,11 @@ import math
 import ipywidgets as ipw
 
 from ladder import profile
+from ladder.chapters import plots
+from ladder.chapters.ch01_05_rungs.widgets import Explorer, choice, slider
+from ladder.chapters.ch09_profiling import tables as profiling
 
-from . import end_to_end, plots, profiling
-from .widgets import Explorer, choice, slider
+from . import tables as end_to_end
 
 
 def _log_slider(description, value, low, high, **options):

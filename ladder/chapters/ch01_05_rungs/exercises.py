@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from . import memory
-from .problem import reference
+from ladder.lab import memory
+from ladder.lab.problem import reference
 
 EXERCISES = {}
 
@@ -157,15 +157,14 @@ _exercise(
         "Take off the row maximum, so that the largest exponent is 0. Which row has no finite maximum?",
         "m = scores.amax(-1, keepdim=True); replace -inf by 0 in m; e = exp(scores - m); divide by the sum, but by 1 where it is 0.",
     ),
-    _softmax_visible, _softmax_strict, "ladder.lab.solutions:safe_softmax",
+    _softmax_visible, _softmax_strict, "ladder.chapters.ch01_05_rungs.solutions:safe_softmax",
 )  # fmt: skip
 
 
 def _traffic_of(batch, heads, seqlen_q, seqlen_k, head_dim, itemsize, causal):
     """Bytes that step 01 really moves, seen operation by operation."""
+    from ladder.lab.trace import Traffic
     from ladder.step01_naive import attention
-
-    from .trace import Traffic
 
     dtype = {2: torch.float16, 4: torch.float32}[itemsize]
     q = torch.zeros(batch, heads, seqlen_q, head_dim, dtype=dtype)
@@ -194,7 +193,7 @@ _exercise(
         "Scaling loads and stores Q. The first product loads the scaled Q and K, and stores the scores.",
         "Scores: 1 stored + (2 for the mask) + 2 for the softmax + 1 loaded. Q-sized: 2 for scaling, 1 loaded by the product, 1 for the output. K and V: 1 each.",
     ),
-    _traffic_visible, _traffic_strict, "ladder.lab.solutions:naive_bytes",
+    _traffic_visible, _traffic_strict, "ladder.chapters.ch01_05_rungs.solutions:naive_bytes",
 )  # fmt: skip
 
 
@@ -223,7 +222,7 @@ _exercise(
         "Which number is no larger than any score, so that the first tile always wins?",
         "m = full(Sq, -inf); for k0 in range(0, Sk, tile_k): m = maximum(m, (q @ k[k0:k0 + tile_k].T).amax(-1)). Slices end by themselves at Sk.",
     ),
-    _row_max_visible, _row_max_strict, "ladder.lab.solutions:tiled_row_max",
+    _row_max_visible, _row_max_strict, "ladder.chapters.ch01_05_rungs.solutions:tiled_row_max",
 )  # fmt: skip
 
 
@@ -262,7 +261,7 @@ _exercise(
         "Two things: the sum of the exponentials, and their product with the tile's values. Divide at the very end.",
         "acc += exp(s - m) @ v_tile; total += exp(s - m).sum(-1); out = acc / total. Convert the tiles to float32 first.",
     ),
-    _two_pass_visible, _two_pass_strict, "ladder.lab.solutions:two_pass",
+    _two_pass_visible, _two_pass_strict, "ladder.chapters.ch01_05_rungs.solutions:two_pass",
 )  # fmt: skip
 
 
@@ -318,7 +317,7 @@ _exercise(
         "exp(s - m_new) = exp(s - m_old) * exp(m_old - m_new). Both l and acc need the factor.",
         "m_new = maximum(m, scores.amax(-1)); use 0 where it is -inf; r = exp(m - m_new); p = exp(scores - m_new); l * r + p.sum(-1), acc * r + p @ v.",
     ),
-    _fold_visible, _fold_strict, "ladder.lab.solutions:fold",
+    _fold_visible, _fold_strict, "ladder.chapters.ch01_05_rungs.solutions:fold",
 )  # fmt: skip
 
 
@@ -356,7 +355,7 @@ _exercise(
         "exp(300) overflows. Take the larger log-sum-exp off both first. What if both are -inf?",
         "m = maximum(lse_a, lse_b), 0 where -inf; w = exp(lse - m) for each; out = (w_a * out_a + w_b * out_b) / (w_a + w_b, or 1 where 0); lse = m + log(w_a + w_b).",
     ),
-    _merge_visible, _merge_strict, "ladder.lab.solutions:merge",
+    _merge_visible, _merge_strict, "ladder.chapters.ch01_05_rungs.solutions:merge",
 )  # fmt: skip
 
 
@@ -394,7 +393,7 @@ _exercise(
         "Query i stands at position i + Sk - Sq among the keys.",
         "torch.arange(Sk)[None, :] > torch.arange(Sq)[:, None] + Sk - Sq",
     ),
-    _hidden_visible, _hidden_strict, "ladder.lab.solutions:hidden",
+    _hidden_visible, _hidden_strict, "ladder.chapters.ch01_05_rungs.solutions:hidden",
 )  # fmt: skip
 
 
@@ -429,7 +428,7 @@ _exercise(
         "A product does not care whether its rows come from one head or from G heads. Broadcasting in @ copies, though.",
         "q.reshape(Hkv, G * Sq, D) @ k.transpose(-2, -1), then view the result as (Hq, Sq, Sk).",
     ),
-    _grouped_visible, _grouped_strict, "ladder.lab.solutions:grouped_scores",
+    _grouped_visible, _grouped_strict, "ladder.chapters.ch01_05_rungs.solutions:grouped_scores",
 )  # fmt: skip
 
 
@@ -463,7 +462,7 @@ _exercise(
         "Row q0 sees keys up to q0 + Sk - Sq. A tile is whole if even that row sees its last key.",
         "whole: k1 - 1 <= q0 + Sk - Sq; cut: k0 <= q1 - 1 + Sk - Sq; else skipped. The ends q1 and k1 are exclusive.",
     ),
-    _kind_visible, _kind_strict, "ladder.lab.solutions:tile_kind",
+    _kind_visible, _kind_strict, "ladder.chapters.ch01_05_rungs.solutions:tile_kind",
 )  # fmt: skip
 
 
@@ -521,7 +520,7 @@ _exercise(
         "Pointers are numbers: x_ptr + offsets is a block of BLOCK addresses. What does the last program point at?",
         "offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK); inside = offsets < n; load and store with mask=inside.",
     ),
-    _scale_visible, _scale_strict, "ladder.lab.solutions_triton:scale_kernel",
+    _scale_visible, _scale_strict, "ladder.chapters.ch01_05_rungs.solutions_triton:scale_kernel",
 )  # fmt: skip
 
 
@@ -550,7 +549,7 @@ _exercise(
         "Columns at or past n need a value that cannot change the maximum or the sum.",
         "x = tl.load(x_ptr + row * stride_row + cols * stride_col, mask=cols < n, other=-inf); e = tl.exp(x - tl.max(x, 0)); store e / tl.sum(e, 0) at out_ptr + row * n + cols.",
     ),
-    _rows_visible, _rows_strict, "ladder.lab.solutions_triton:row_softmax_kernel",
+    _rows_visible, _rows_strict, "ladder.chapters.ch01_05_rungs.solutions_triton:row_softmax_kernel",
 )  # fmt: skip
 
 
@@ -595,7 +594,7 @@ _exercise(
         "The last tile runs past the last key: mask its loads and set those scores to -inf. Mask V too: 0 x NaN is NaN.",
         "k = tl.load(k_ptr + keys[None, :] * HEAD_DIM + dims[:, None], mask=(keys < seqlen_k)[None, :], other=0.); s = tl.where((keys < seqlen_k)[None, :], tl.dot(q, k, input_precision='ieee') * scale, -inf); then fold as in 03a.",
     ),
-    _attend_visible, _attend_strict, "ladder.lab.solutions_triton:attend_kernel",
+    _attend_visible, _attend_strict, "ladder.chapters.ch01_05_rungs.solutions_triton:attend_kernel",
 )  # fmt: skip
 
 
@@ -628,7 +627,7 @@ _exercise(
         "A page holds page_size slots, so page p begins at slot p * page_size of the flattened pool.",
         "block_table[positions // page_size].long() * page_size + positions % page_size: widen before you multiply.",
     ),
-    _slots_visible, _slots_strict, "ladder.lab.solutions_serving:slots",
+    _slots_visible, _slots_strict, "ladder.chapters.ch06_07_serving.solutions:slots",
 )  # fmt: skip
 
 
@@ -676,7 +675,7 @@ _exercise(
         "Subtract the largest lse before exp, as softmax does. What must happen where it is -inf?",
         "w = exp(lses - top); out = (w[..., None] * parts).sum(0) / w.sum(0)[:, None]; lse = top + log(w.sum(0)). 0 x NaN is NaN: replace parts where w is 0.",
     ),
-    _splits_visible, _splits_strict, "ladder.lab.solutions_serving:merge_splits",
+    _splits_visible, _splits_strict, "ladder.chapters.ch06_07_serving.solutions:merge_splits",
 )  # fmt: skip
 
 
@@ -706,7 +705,7 @@ _exercise(
         "filled(n) = programs / (waves * slots), waves = programs / slots rounded up. Try n = 1, 2, ... in order.",
         "return the first n with filled(n) >= 0.85; if there is none up to ``most``, the n that fills most (the first of equals).",
     ),
-    _fewest_visible, _fewest_strict, "ladder.lab.solutions_serving:fewest_splits",
+    _fewest_visible, _fewest_strict, "ladder.chapters.ch06_07_serving.solutions:fewest_splits",
 )  # fmt: skip
 
 
@@ -744,7 +743,7 @@ _exercise(
         "torch.bincount counts; cumsum with a 0 in front gives offsets. A sort by expert must be stable: equal experts keep token order.",
         "ids = expert_ids.flatten(); order = torch.sort(ids, stable=True).indices; drop those whose id is outside 0 .. num_experts - 1.",
     ),
-    _group_visible, _group_strict, "ladder.lab.solutions_serving:group",
+    _group_visible, _group_strict, "ladder.chapters.ch06_07_serving.solutions:group",
 )  # fmt: skip
 
 
@@ -775,7 +774,7 @@ _exercise(
         "An expert of n rows needs ceil(n / block_rows) tiles, so one with no row needs none.",
         "[(e, r) for e in range(experts) for r in range(offsets[e], offsets[e + 1], block_rows)], with plain integers.",
     ),
-    _tiles_visible, _tiles_strict, "ladder.lab.solutions_serving:tiles",
+    _tiles_visible, _tiles_strict, "ladder.chapters.ch06_07_serving.solutions:tiles",
 )  # fmt: skip
 
 
@@ -805,9 +804,9 @@ _exercise(
         "(q[h] @ w[h]) is one vector of the latent's size for each head, made once a step and not once a token.",
         "torch.bmm(q[:, None], w)[:, 0] @ latent.T: (H, L) times (L, S).",
     ),
-    _absorb_visible, _absorb_strict, "ladder.lab.solutions_serving:absorbed_scores",
+    _absorb_visible, _absorb_strict, "ladder.chapters.ch06_07_serving.solutions:absorbed_scores",
 )  # fmt: skip
 
 
 # The exercises of later chapters stand in files of their own and register themselves here.
-from . import exercises_dflash2, exercises_engine  # noqa: E402, F401
+from ladder.chapters.ch11_end_to_end import exercises as exercises_engine  # noqa: E402, F401

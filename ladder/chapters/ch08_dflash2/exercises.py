@@ -1,10 +1,10 @@
-"""Exercises of chapter 08: a schedule, the tiles of a window, a logit without a value. Registered by ``ladder.lab.exercises``."""
+"""Exercises of chapter 08: a schedule, the tiles of a window, a logit without a value. Registered by ``ladder.chapters.ch01_05_rungs.exercises``."""
 
 import math
 
 import torch
 
-from .exercises import NotYet, _close, _exercise, _noise, _number
+from ladder.chapters.ch01_05_rungs.exercises import NotYet, _close, _exercise, _noise, _number
 
 # ---------------------------------------------------------------- 08a: when does the last program finish?
 
@@ -42,7 +42,7 @@ _exercise(
         "Start with programs zeros. For each cost, in the order given: find the smallest clock and add the cost to it.",
         "A heap keeps the smallest clock in front: heapq.heapreplace(free, free[0] + cost) for each cost; the answer is max(free). With no tiles that is 0.",
     ),
-    _finish_visible, _finish_strict, "ladder.lab.solutions_dflash2:finish",
+    _finish_visible, _finish_strict, "ladder.chapters.ch08_dflash2.solutions:finish",
 )  # fmt: skip
 
 
@@ -97,7 +97,7 @@ _exercise(
         "The oldest key of the window that any row sees is first - window + 1, that of the first row. A tile is skipped when it lies after the sinks and before that key.",
         "For keys k0..k1 of a tile: skip if k0 >= sink and k1 <= first - window. Whole if k1 <= first and one of: k0 > last - window, k1 < sink, or last - window < sink (no hole).",
     ),
-    _visited_visible, _visited_strict, "ladder.lab.solutions_dflash2:visited",
+    _visited_visible, _visited_strict, "ladder.chapters.ch08_dflash2.solutions:visited",
 )  # fmt: skip
 
 
@@ -157,5 +157,5 @@ _exercise(
         "Treat it as one more split whose lse is ``sink`` and whose output is zero. Subtract the largest lse before the exponentials; where all are -inf subtract 0.",
         "logits = cat(lses, sink); top = max (0 where -inf); shares = exp(logits - top); total = their sum; out = sum(shares[:-1] * outs) / total (1 where 0); lse = top + log(total).",
     ),
-    _sink_visible, _sink_strict, "ladder.lab.solutions_dflash2:merge_with_sink",
+    _sink_visible, _sink_strict, "ladder.chapters.ch08_dflash2.solutions:merge_with_sink",
 )  # fmt: skip

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .placement import _replicate
-from .trace import r1_like_load
+from dspark_mini.placement import _replicate
+from dspark_mini.trace import r1_like_load
 
 __all__ = ["EXERCISES", "check", "hint", "run", "solution"]
 

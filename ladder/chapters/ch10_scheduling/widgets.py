@@ -12,11 +12,11 @@ import html
 import ipywidgets as ipw
 import numpy as np
 
-from . import plots, simulator
-from .load import balancedness
-from .placement import Placement, place
-from .split import _balance, _check, _homes, split_bound
-from .topology import Topology
+from dspark_mini import plots, simulator
+from dspark_mini.load import balancedness
+from dspark_mini.placement import Placement, place
+from dspark_mini.split import _balance, _check, _homes, split_bound
+from dspark_mini.topology import Topology
 
 __all__ = ["Picture", "PourStepper", "Predict", "Puzzle", "SimulationExplorer", "pour_trace"]
 
@@ -257,7 +257,7 @@ class SimulationExplorer(Explorer):
 
     def run(self):
         """{neither, kernel, scheduler, both} -> Result, for the controls as they stand."""
-        from . import baselines
+        from dspark_mini import baselines
 
         model, gpus = simulator.MODELS["v2-lite"], self.gpus.value
         rng = np.random.default_rng(0)

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from matplotlib.patches import Rectangle
 
-from . import plots, results
-from .report import title as implementation_title
-from .trace import watch
+from ladder.chapters import plots
+from ladder.chapters.readme import title as implementation_title
+from ladder.lab import results
+from ladder.lab.trace import watch
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 
@@ -614,8 +615,7 @@ class NaiveCostExplorer(Explorer):
     def costs(self):
         """{"matrix": bytes of S x S scores, "moved": bytes, "flops", "memory_ms", "compute_ms"} of step 01, bf16."""
         from ladder import step01_naive
-
-        from .problem import AttentionProblem
+        from ladder.lab.problem import AttentionProblem
 
         s, h, d = self.seqlen.value, self.num_heads.value, self.head_dim.value
         problem = AttentionProblem(
@@ -716,9 +716,8 @@ class Roofline(Explorer):
 
     def reach(self):
         """{number: FLOPs a byte} of fused rungs if each input were loaded from device memory once."""
+        from ladder.lab.problem import AttentionProblem
         from ladder.rungs import RUNGS
-
-        from .problem import AttentionProblem
 
         problem = AttentionProblem(**self.case.value)
         once = problem.flops / problem.min_bytes

@@ -4,9 +4,10 @@
 error of a prediction is prediction / measurement - 1.
 """
 
-from . import plots, results
-from .end_to_end import ARTICLE, implementation_title
-from .markdown import Markdown
+from ladder.chapters import plots
+from ladder.chapters.ch11_end_to_end.tables import ARTICLE, implementation_title
+from ladder.chapters.markdown import Markdown
+from ladder.lab import results
 
 COMMAND = "python -m ladder.bench multi_gpu --json notebooks/results/multi_gpu.json"
 WAYS = {"neither": "neither", "kernel": "kernel: step 08", "scheduler": "scheduler: placed", "both": "both"}

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import torch
 
+from ladder.chapters import plots
+from ladder.chapters.markdown import Markdown
+from ladder.chapters.readme import title
 from ladder.engine.kv_pool import PagePool
 from ladder.engine.models import find, tiny_moe
 from ladder.engine.runner import GRAPH_RESERVE, MemoryPlan
 from ladder.engine.sampling import SamplingParams
 from ladder.engine.scheduler import Request, Scheduler
-
-from . import plots, results
-from .markdown import Markdown
-from .report import title
+from ladder.lab import results
 
 OURS, V1 = "step08_dflash2", "step07_dflash1"
 RECORDS = {
@@ -457,7 +457,7 @@ def quality_here(tokens=1024, window=64):
     from ladder.engine.quality import bits_per_byte
     from ladder.step08_dflash2 import RangeWindows
 
-    text = (Path(__file__).resolve().parents[1] / "step07_dflash1" / "kernel.py").read_bytes()[: tokens + 1]  # it does not change any more
+    text = (Path(__file__).resolve().parents[2] / "step07_dflash1" / "kernel.py").read_bytes()[: tokens + 1]  # it does not change any more
     rows = torch.tensor([list(text)])
     policies = {
         "exact": None, f"sliding {window}": RangeWindows.sliding(window), f"sink 4 + window {window - 4}": RangeWindows.sink_window(4, window - 4),

@@ -18,14 +18,14 @@ import torch
 from IPython.display import Markdown
 
 from ladder import profile
+from ladder.chapters import plots
+from ladder.chapters.readme import title as implementation_title
+from ladder.lab import memory, results
+from ladder.lab.problem import AttentionProblem
 from ladder.rungs import RUNGS
 
-from . import memory, plots, results
-from .problem import AttentionProblem
-from .report import title as implementation_title
-
-PACKAGE = Path(__file__).resolve().parents[1]
-NCU_SAMPLE = Path(__file__).with_name("data") / "ncu_details_sample.csv"
+PACKAGE = Path(__file__).resolve().parents[2]
+NCU_SAMPLE = PACKAGE / "lab" / "data" / "ncu_details_sample.csv"
 TOKENS = 512  # of a profiled prompt
 GAINS = (1.5, 2.0, 4.0, math.inf)  # of a kernel, as the figures show them
 

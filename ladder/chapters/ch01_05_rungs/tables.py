@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from IPython.display import Markdown
 
+from ladder.chapters import plots
+from ladder.chapters.readme import title as implementation_title
+from ladder.lab import memory, results
+from ladder.lab.parity import Oracle
+from ladder.lab.problem import MINILM, SHAPES, AttentionProblem
 from ladder.rungs import RUNGS, find
-
-from . import memory, plots, results
-from .parity import Oracle
-from .problem import MINILM, SHAPES, AttentionProblem
-from .report import title as implementation_title
 
 
 def plain(seqlen, causal=False):

@@ -1,11 +1,10 @@
-"""Exercises of chapters 09 and 11: Amdahl's law, busy time, the decision; the pool, chunks, latencies. Registered by ``ladder.lab.exercises``."""
+"""Exercises of chapters 09 and 11: Amdahl's law, busy time, the decision; the pool, chunks, latencies. Registered by ``ladder.chapters.ch01_05_rungs.exercises``."""
 
 import itertools
 import math
 
 from ladder import profile
-
-from .exercises import NotYet, _exercise, _number
+from ladder.chapters.ch01_05_rungs.exercises import NotYet, _exercise, _number
 
 # ---------------------------------------------------------------- 09a: Amdahl, for several parts
 
@@ -39,7 +38,7 @@ _exercise(
         "The time afterwards is (1 - the sum of the shares) + the sum of share / gain. An infinite gain leaves 0 of a part.",
         "return 1 / (1 - sum(shares) + sum(s / g for s, g in zip(shares, gains))): gains must not be multiplied, nor averaged.",
     ),
-    _whole_visible, _whole_strict, "ladder.lab.solutions_engine:whole",
+    _whole_visible, _whole_strict, "ladder.chapters.ch11_end_to_end.solutions:whole",
 )  # fmt: skip
 
 
@@ -79,7 +78,7 @@ _exercise(
         "Sort by start and walk: remember how far the union has reached. An interval adds only what lies beyond that point, which may be nothing.",
         "For start, end in sorted(intervals): covered += max(0, end - max(start, reached)); reached = max(reached, end). Divide by wall.",
     ),
-    _busy_visible, _busy_strict, "ladder.lab.solutions_engine:busy",
+    _busy_visible, _busy_strict, "ladder.chapters.ch11_end_to_end.solutions:busy",
 )  # fmt: skip
 
 
@@ -130,7 +129,7 @@ _exercise(
         "The first two that are answered with no mean that the time is not in the kernel: \"scheduling\", whatever the others say. A dense model gives \"dense\", a short context \"wait\".",
         "share <= 0.30 or busy_share < 0.80 or step_ms <= target_ms: \"scheduling\". Then not experts: \"dense\". Then context <= 8192: \"wait\". Else \"kernel\".",
     ),
-    _advise_visible, _advise_strict, "ladder.lab.solutions_engine:advise",
+    _advise_visible, _advise_strict, "ladder.chapters.ch11_end_to_end.solutions:advise",
 )  # fmt: skip
 
 
@@ -175,7 +174,7 @@ _exercise(
         "A request takes whole pages: its tokens divided by the page size, rounded up. Divide pages by pages, not tokens by tokens, and never answer less than 0.",
         "pages = int(total * fraction - weights - activations) // page_bytes; return max(0, pages - 1) // -(-tokens // page_size).",
     ),
-    _at_once_visible, _at_once_strict, "ladder.lab.solutions_engine:at_once",
+    _at_once_visible, _at_once_strict, "ladder.chapters.ch11_end_to_end.solutions:at_once",
 )  # fmt: skip
 
 
@@ -217,7 +216,7 @@ _exercise(
         "Open a new step only when there is something to put into it: prompts that end exactly at the edge of a step must not leave an empty one behind.",
         "For each prompt, while some of it is left: if room is 0, append a new step and set room to chunk_tokens; take min(left, room), append (number, taken), subtract from both.",
     ),
-    _chunks_visible, _chunks_strict, "ladder.lab.solutions_engine:chunks",
+    _chunks_visible, _chunks_strict, "ladder.chapters.ch11_end_to_end.solutions:chunks",
 )  # fmt: skip
 
 
@@ -259,5 +258,5 @@ _exercise(
         "Collect the gaps of neighbouring tokens of each request, all into one list, and take its median; a request with one token adds none, and an empty list has no median.",
         "ttft = max(t[0] for t in times if t) - began; gaps = [b - a for t in times for a, b in zip(t, t[1:])]; statistics.median(gaps) if gaps else None.",
     ),
-    _latencies_visible, _latencies_strict, "ladder.lab.solutions_engine:latencies",
+    _latencies_visible, _latencies_strict, "ladder.chapters.ch11_end_to_end.solutions:latencies",
 )  # fmt: skip

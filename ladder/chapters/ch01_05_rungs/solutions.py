@@ -1,4 +1,4 @@
-"""One right answer to each exercise of chapters 01 to 04. Try first: ``ladder.lab.exercises.hint`` gives away less."""
+"""One right answer to each exercise of chapters 01 to 04. Try first: ``ladder.chapters.ch01_05_rungs.exercises.hint`` gives away less."""
 
 import torch
 

@@ -1,6 +1,6 @@
 """Recorded results as a README shows them: Markdown tables and the headline figure, made from the JSON files.
 
-``python -m ladder.lab.report`` rewrites everything between ``<!-- name -->`` and ``<!-- /name -->`` in README.md and the
+``python -m ladder.chapters.readme`` rewrites everything between ``<!-- name -->`` and ``<!-- /name -->`` in README.md and the
 figures beside the results. ``--check`` only says whether they are up to date, and exits with 1 when they are not, and with 2
 when it cannot tell: a marker without its partner, a record or a figure that is missing or damaged. A figure carries the digest of
 the record that it was drawn from; that the drawing code has changed since is not noticed.
@@ -15,10 +15,9 @@ import zlib
 from pathlib import Path
 
 from ladder import rungs
-
-from . import results
-from .cells import LENGTHS, OURS, by_cell, faster, geometric_mean
-from .results import select
+from ladder.lab import results
+from ladder.lab.cells import LENGTHS, OURS, by_cell, faster, geometric_mean
+from ladder.lab.results import select
 
 ROOT = Path(__file__).resolve().parents[2]
 LAST_RUNG = "step08_dflash2"
@@ -200,7 +199,7 @@ def dflash2_table(doc):
 
 def engine_table(doc):
     """The served model beside transformers, and the article's ratios beside ours: chapter 11's tables."""
-    from . import end_to_end  # which takes its titles from here
+    from .ch11_end_to_end import tables as end_to_end  # which takes its titles from here
 
     rows = end_to_end.served_rows(doc)
     said = f"\n\nBoth tables: {results.sources(doc, rows)}." if rows else ""
@@ -209,7 +208,7 @@ def engine_table(doc):
 
 def multi_gpu_table(doc):
     """Two GPUs: tensor parallel serving and the four ways, beside the simulator's predictions, as chapters 10 and 11 show them."""
-    from . import multi_gpu
+    from .ch10_scheduling import tables as multi_gpu
 
     rows = multi_gpu.rows(doc, "engine") + multi_gpu.rows(doc, "four_way")
     said = f"\n\nBoth tables: {results.sources(doc, rows)}." if rows else ""
@@ -455,7 +454,7 @@ def outdated(before, after):
 
 @results.names_what_it_cannot_write
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m ladder.lab.report", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m ladder.chapters.readme", description=__doc__.split("\n\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when README.md or a figure is out of date")
     args = parser.parse_args(argv)
     readme = ROOT / "README.md"
@@ -473,7 +472,7 @@ def main(argv=None):
         if args.check:
             names = outdated(before, after)
             for name in names:
-                print(f"{name} differs from the recorded results; run python -m ladder.lab.report", file=sys.stderr)
+                print(f"{name} differs from the recorded results; run python -m ladder.chapters.readme", file=sys.stderr)
             return int(bool(names))
         figures = {name: (_made(source, make, name), _made(source, digest, name)) for name, (source, make) in FIGURES.items()}
     except (ValueError, OSError) as error:

@@ -19,15 +19,18 @@ from pathlib import Path
 import torch
 from IPython.display import Markdown
 
+from ladder.chapters import plots
+from ladder.chapters.readme import title as implementation_title
+from ladder.lab import results
+from ladder.lab.cells import OURS, V1, by_cell, faster
+from ladder.lab.decode_problem import DecodeOracle, DecodeProblem
+from ladder.lab.parity import Oracle
+from ladder.lab.problem import MINILM, AttentionProblem
+from ladder.lab.window_oracle import WindowOracle
 from ladder.rungs import find
 
-from . import plots, plots_dflash2, results, schedules
-from .cells import OURS, V1, by_cell, faster
-from .decode import DecodeOracle, DecodeProblem
-from .parity import Oracle
-from .problem import MINILM, AttentionProblem
-from .report import title as implementation_title
-from .windows import WindowOracle
+from . import plots as plots_dflash2
+from . import simulate as schedules
 
 RECORDS = {
     OURS: "python -m ladder.bench step08 --json notebooks/results/step08_dflash2.json",
@@ -526,7 +529,7 @@ def _functions(file):
     """{name: (docstring, source)} of the functions in a file of step 08: read, not imported, so that no GPU is needed."""
     import ast
 
-    path = Path(__file__).resolve().parents[1] / OURS / file
+    path = Path(__file__).resolve().parents[2] / OURS / file
     text = path.read_text() if path.exists() else ""
     nodes = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
     return {node.name: (ast.get_docstring(node), ast.get_source_segment(text, node)) for node in nodes}
@@ -551,7 +554,7 @@ class HopperSource:
         return f"source of ladder/{OURS}/hopper_kernel.py: {self.name}"
 
     def _repr_html_(self):
-        from .widgets import _PRE, _without_docstrings, highlight
+        from ladder.chapters.ch01_05_rungs.widgets import _PRE, _without_docstrings, highlight
 
         return (
             f'<div style="border-left:4px solid {plots.BLUE};padding:2px 10px;margin:6px 0"><b>ladder/{OURS}/hopper_kernel.py: {self.name}</b>'

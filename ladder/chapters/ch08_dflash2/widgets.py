@@ -5,12 +5,15 @@ from importlib import resources
 
 import ipywidgets as ipw
 
+from ladder.chapters import plots
+from ladder.chapters.ch01_05_rungs.widgets import Explorer, choice, slider
+from ladder.chapters.readme import title as implementation_title
+from ladder.lab import results
+from ladder.lab.problem import CAPTURED, MINILM, AttentionProblem
 from ladder.step08_dflash2 import RangeWindows
 
-from . import plots, plots_dflash2, results, schedules
-from .problem import CAPTURED, MINILM, AttentionProblem
-from .report import title as implementation_title
-from .widgets import Explorer, choice, slider
+from . import plots as plots_dflash2
+from . import simulate as schedules
 
 
 class ScheduleExplorer(Explorer):

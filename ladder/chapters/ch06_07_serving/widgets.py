@@ -7,8 +7,11 @@ import numpy as np
 import torch
 from matplotlib.patches import Rectangle
 
-from . import plots, results, serving
-from .widgets import Explorer, Roofline, choice, slider
+from ladder.chapters import plots
+from ladder.chapters.ch01_05_rungs.widgets import Explorer, Roofline, choice, slider
+from ladder.lab import results
+
+from . import tables as serving
 
 COLOURS = (plots.SKY, plots.ORANGE, plots.GREEN, plots.PINK)
 
