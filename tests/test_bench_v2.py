@@ -322,7 +322,7 @@ def fa3(monkeypatch):
 
     module.flash_attn_func, module.flash_attn_with_kvcache = flash_attn_func, flash_attn_with_kvcache
     monkeypatch.setitem(sys.modules, "fa3_fwd_interface", module)
-    monkeypatch.setattr("ladder.lab.decode_problem._on_hopper", lambda x: True)
+    monkeypatch.setattr("ladder.lab.peers._on_hopper", lambda x: True)
     return module
 
 

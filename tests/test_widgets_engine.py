@@ -8,7 +8,7 @@ import pytest
 import test_profile
 import torch
 
-from ladder.chapters import plots
+from ladder.chapters import article, plots
 from ladder.chapters.ch01_05_rungs import exercises
 from ladder.chapters.ch09_profiling import tables as profiling
 from ladder.chapters.ch11_end_to_end import solutions as solutions_engine
@@ -313,7 +313,7 @@ def test_memory_and_quality_tables_follow_their_rows():
 
 def test_the_articles_table_agrees_with_itself():
     for column in (2, 3):
-        ttft, itl, said = (end_to_end.ARTICLE[name][column] for name in ("ttft_ms", "itl_ms", "tok_s"))
+        ttft, itl, said = (article.ARTICLE[name][column] for name in ("ttft_ms", "itl_ms", "tok_s"))
         assert end_to_end.implied_throughput(ttft, itl) == pytest.approx(said, rel=0.04)
 
 

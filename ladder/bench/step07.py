@@ -19,10 +19,10 @@ import torch
 
 from ladder.lab import results
 from ladder.lab.cells import decode_problems, mla_problems
-from ladder.lab.decode_problem import DecodeOracle, DecodeProblem, decode_peers
+from ladder.lab.decode_problem import DecodeOracle, DecodeProblem
 from ladder.lab.memory import peak_bytes
 from ladder.lab.parity import Oracle, poison
-from ladder.lab.peers import peers_for
+from ladder.lab.peers import decode_peers, peers_for
 from ladder.lab.problem import AttentionProblem
 from ladder.lab.roofline import measure_limits
 from ladder.lab.timing import measure

@@ -23,10 +23,10 @@ import torch
 
 from ladder.lab import results
 from ladder.lab.cells import LENGTHS, OURS, V1, by_cell, faster, geometric_mean
-from ladder.lab.decode_problem import DecodeOracle, DecodeProblem, contiguous_peers, decode_peers
+from ladder.lab.decode_problem import DecodeOracle, DecodeProblem
 from ladder.lab.memory import peak_bytes
 from ladder.lab.parity import Oracle
-from ladder.lab.peers import PEERS
+from ladder.lab.peers import PEERS, contiguous_peers, decode_peers
 from ladder.lab.problem import AttentionProblem
 from ladder.lab.roofline import Limits, measure_limits
 from ladder.lab.window_oracle import WindowOracle

@@ -17,6 +17,7 @@ from pathlib import Path
 from ladder import rungs
 from ladder.lab import results
 from ladder.lab.cells import LENGTHS, OURS, by_cell, faster, geometric_mean
+from ladder.lab.names import in_order, title
 from ladder.lab.results import select
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,25 +27,6 @@ HEADLINE = dict(mode="prefill", Hq=16, Hkv=16, D=128, Dv=128, Sq=16384, B=1, dty
 # Okabe-Ito colours: told apart by colour-blind readers and in print.
 RUNG_COLOUR, PEER_COLOUR, TEXT_COLOUR = "#0072B2", "#B0B0B0", "#333333"
 LINE_COLOURS = ("#D55E00", "#E69F00", "#009E73", "#56B4E9", "#0072B2", "#CC79A7", "#F0E442", "#000000")
-PEER_TITLES = {"sdpa": "PyTorch SDPA", "sdpa_flash": "FlashAttention-2", "sdpa_cudnn": "cuDNN", "flex": "flex_attention", "fa3": "FlashAttention-3"}
-
-
-def title(impl):
-    """How tables and figures call an implementation: "05 Fused", "FlashAttention-3"."""
-    from ladder.rungs import RUNGS
-
-    for rung in RUNGS:
-        if rung.name == impl:
-            return f"{rung.number:02d} {rung.title}"
-    return PEER_TITLES.get(impl, impl)
-
-
-def in_order(rows):
-    """Rows as the ladder has them: its rungs from the first on, then peers, whatever the order of the file."""
-    from ladder.rungs import RUNGS
-
-    names = [*(rung.name for rung in RUNGS), *PEER_TITLES]
-    return sorted(rows, key=lambda row: names.index(row["impl"]) if row["impl"] in names else len(names))
 
 
 def ladder_table(doc):

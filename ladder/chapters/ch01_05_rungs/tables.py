@@ -15,8 +15,8 @@ import torch
 from IPython.display import Markdown
 
 from ladder.chapters import plots
-from ladder.chapters.readme import title as implementation_title
 from ladder.lab import memory, results
+from ladder.lab.names import title as implementation_title
 from ladder.lab.parity import Oracle
 from ladder.lab.problem import MINILM, SHAPES, AttentionProblem
 from ladder.rungs import RUNGS, find

@@ -19,8 +19,8 @@ import torch
 from matplotlib.patches import Rectangle
 
 from ladder.chapters import plots
-from ladder.chapters.readme import title as implementation_title
 from ladder.lab import results
+from ladder.lab.names import title as implementation_title
 from ladder.lab.trace import watch
 
 VIEW = "application/vnd.jupyter.widget-view+json"

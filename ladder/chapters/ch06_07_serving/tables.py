@@ -13,9 +13,9 @@ import torch
 from IPython.display import Markdown
 
 from ladder.chapters import plots
-from ladder.chapters.readme import title as implementation_title
 from ladder.lab import cells, results
 from ladder.lab.decode_problem import DecodeOracle, DecodeProblem
+from ladder.lab.names import title as implementation_title
 from ladder.lab.problem import AttentionProblem, reference
 from ladder.rungs import RUNGS, find
 

@@ -20,10 +20,10 @@ import torch
 from IPython.display import Markdown
 
 from ladder.chapters import plots
-from ladder.chapters.readme import title as implementation_title
 from ladder.lab import results
 from ladder.lab.cells import OURS, V1, by_cell, faster
 from ladder.lab.decode_problem import DecodeOracle, DecodeProblem
+from ladder.lab.names import title as implementation_title
 from ladder.lab.parity import Oracle
 from ladder.lab.problem import MINILM, AttentionProblem
 from ladder.lab.window_oracle import WindowOracle

@@ -7,8 +7,8 @@ import ipywidgets as ipw
 
 from ladder.chapters import plots
 from ladder.chapters.ch01_05_rungs.widgets import Explorer, choice, slider
-from ladder.chapters.readme import title as implementation_title
 from ladder.lab import results
+from ladder.lab.names import title as implementation_title
 from ladder.lab.problem import CAPTURED, MINILM, AttentionProblem
 from ladder.step08_dflash2 import RangeWindows
 

@@ -19,8 +19,8 @@ from IPython.display import Markdown
 
 from ladder import profile
 from ladder.chapters import plots
-from ladder.chapters.readme import title as implementation_title
 from ladder.lab import memory, results
+from ladder.lab.names import title as implementation_title
 from ladder.lab.problem import AttentionProblem
 from ladder.rungs import RUNGS
 

@@ -5,7 +5,8 @@ error of a prediction is prediction / measurement - 1.
 """
 
 from ladder.chapters import plots
-from ladder.chapters.ch11_end_to_end.tables import ARTICLE, implementation_title
+from ladder.chapters.article import ARTICLE
+from ladder.chapters.ch11_end_to_end.tables import implementation_title
 from ladder.chapters.markdown import Markdown
 from ladder.lab import results
 

@@ -13,14 +13,15 @@ from pathlib import Path
 import torch
 
 from ladder.chapters import plots
+from ladder.chapters.article import ARTICLE, ARTICLE_CONCURRENCY
 from ladder.chapters.markdown import Markdown
-from ladder.chapters.readme import title
 from ladder.engine.kv_pool import PagePool
 from ladder.engine.models import find, tiny_moe
 from ladder.engine.runner import GRAPH_RESERVE, MemoryPlan
 from ladder.engine.sampling import SamplingParams
 from ladder.engine.scheduler import Request, Scheduler
 from ladder.lab import results
+from ladder.lab.names import title
 
 OURS, V1 = "step08_dflash2", "step07_dflash1"
 RECORDS = {
@@ -29,15 +30,6 @@ RECORDS = {
 }
 SERVED = dict(model="deepseek-v2-lite", input_len=4096, output_len=512, concurrency=8)
 TRAINING = tiny_moe.WEIGHTS.with_name("tiny_moe_training.json")
-
-# The article's numbers: two A100 of 80 GB, tensor parallel, SGLang; DFlash 1 then DFlash 2. It says "about" to each of them.
-ARTICLE = {
-    "ttft_ms": ("time to first token", "ms", 810.0, 580.0),
-    "itl_ms": ("inter-token latency", "ms", 23.0, 17.0),
-    "peak_gb": ("peak memory of a card", "GB", 62.0, 53.0),
-    "tok_s": ("throughput", "tokens/s", 320.0, 430.0),
-}
-ARTICLE_CONCURRENCY = {0.85: 48, 0.90: 56, 0.95: 64}  # one A100 of 80 GB; the last "occasionally" out of memory
 
 
 def implementation_title(impl):
