@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ladder.chapters.ch01_05_rungs.widgets import diff_lines
+from ladder.chapters.source import diff_lines
 from ladder.lab import interpret, results
 from ladder.rungs import RUNGS, find
 

@@ -8,9 +8,9 @@ import torch
 pytest.importorskip("ipywidgets")
 
 from ladder.chapters import plots
-from ladder.chapters.ch01_05_rungs import widgets
 from ladder.chapters.ch06_07_serving import tables as serving
 from ladder.chapters.ch06_07_serving import widgets as widgets_serving
+from ladder.chapters.explorer import VIEW
 from ladder.lab import interpret, results
 from ladder.lab.decode_problem import DecodeProblem
 from ladder.rungs import RUNGS
@@ -54,7 +54,7 @@ MOVES = [
 def test_every_explorer_has_a_still_and_a_fixed_repr(name):
     data, metadata = EXPLORERS[name]()._repr_mimebundle_()
     again, _ = EXPLORERS[name]()._repr_mimebundle_()
-    assert widgets.VIEW in data and data["image/png"].startswith(PNG) and metadata["image/png"]["width"] <= 800
+    assert VIEW in data and data["image/png"].startswith(PNG) and metadata["image/png"]["width"] <= 800
     assert data["image/png"] == again["image/png"] and data["text/plain"] == again["text/plain"]
 
 

@@ -8,8 +8,9 @@ import pytest
 import test_profile
 import torch
 
+import ladder.chapters.ch11_end_to_end.exercises  # noqa: F401  registers them
 from ladder.chapters import article, plots
-from ladder.chapters.ch01_05_rungs import exercises
+from ladder.chapters import exercise as exercises
 from ladder.chapters.ch09_profiling import tables as profiling
 from ladder.chapters.ch11_end_to_end import solutions as solutions_engine
 from ladder.chapters.ch11_end_to_end import tables as end_to_end

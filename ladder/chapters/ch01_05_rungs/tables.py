@@ -285,7 +285,7 @@ def compared(old, new, pairs):
     Raises:
         ValueError: a line is not in the source of its function, so that the table cannot go stale.
     """
-    from .widgets import source_of, where
+    from ladder.chapters.source import source_of, where
 
     sources = source_of(old), source_of(new)
     lines = [f"| {where(old)} | {where(new)} | |", "|:--|:--|:--|"]

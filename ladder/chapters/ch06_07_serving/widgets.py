@@ -8,7 +8,8 @@ import torch
 from matplotlib.patches import Rectangle
 
 from ladder.chapters import plots
-from ladder.chapters.ch01_05_rungs.widgets import Explorer, Roofline, choice, slider
+from ladder.chapters.ch01_05_rungs.widgets import Roofline
+from ladder.chapters.explorer import Explorer, choice, slider
 from ladder.lab import results
 
 from . import tables as serving

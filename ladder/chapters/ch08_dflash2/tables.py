@@ -193,7 +193,7 @@ def _word(verdict):
 
 # What arithmetic alone says of a variant, as a factor over the one it builds on, for rows that do not say it themselves.
 def predicted_gain(impl, case):
-    """The factor that the models of ``lab.schedules`` predict for a variant on a prefill case; None where they say nothing."""
+    """The factor that the models of ``simulate`` predict for a variant on a prefill case; None where they say nothing."""
     one, two, ahead = (schedules.overlap_prediction(case["D"], case["Dv"], kind) for kind in schedules.PIPELINES)
     gains = {"hopper_base": two / one, "+overlap": ahead / two, "+pingpong": 1.0}
     if impl in gains:
@@ -523,40 +523,3 @@ def projection_table(hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, li
         "launches are not counted.*"
     )
     return Markdown("\n".join(lines))
-
-
-def _functions(file):
-    """{name: (docstring, source)} of the functions in a file of step 08: read, not imported, so that no GPU is needed."""
-    import ast
-
-    path = Path(__file__).resolve().parents[2] / OURS / file
-    text = path.read_text() if path.exists() else ""
-    nodes = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
-    return {node.name: (ast.get_docstring(node), ast.get_source_segment(text, node)) for node in nodes}
-
-
-def hopper_code(*names):
-    """What some functions of the Hopper kernel say of themselves, as a Markdown table."""
-    found = _functions("hopper_kernel.py")
-    if not found:
-        return Markdown("*The Hopper kernel is not part of this checkout: step 08 runs its portable kernel everywhere.*")
-    lines = [f"| `{name}` | {' '.join((found[name][0] or '').split())} |" for name in names]
-    return Markdown("\n".join(["| function | what it does |", "|:--|:--|", *lines]))
-
-
-class HopperSource:
-    """The source of one function of the Hopper kernel, highlighted."""
-
-    def __init__(self, name):
-        self.name, self.code = name, _functions("hopper_kernel.py")[name][1]
-
-    def __repr__(self):
-        return f"source of ladder/{OURS}/hopper_kernel.py: {self.name}"
-
-    def _repr_html_(self):
-        from ladder.chapters.ch01_05_rungs.widgets import _PRE, _without_docstrings, highlight
-
-        return (
-            f'<div style="border-left:4px solid {plots.BLUE};padding:2px 10px;margin:6px 0"><b>ladder/{OURS}/hopper_kernel.py: {self.name}</b>'
-            f'<pre style="{_PRE}">{highlight(_without_docstrings(self.code + chr(10)).rstrip())}</pre></div>'
-        )

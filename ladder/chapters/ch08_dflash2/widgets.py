@@ -6,7 +6,7 @@ from importlib import resources
 import ipywidgets as ipw
 
 from ladder.chapters import plots
-from ladder.chapters.ch01_05_rungs.widgets import Explorer, choice, slider
+from ladder.chapters.explorer import Explorer, choice, slider
 from ladder.lab import results
 from ladder.lab.names import title as implementation_title
 from ladder.lab.problem import CAPTURED, MINILM, AttentionProblem

@@ -1,10 +1,12 @@
-"""Exercises of chapters 09 and 11: Amdahl's law, busy time, the decision; the pool, chunks, latencies. Registered by ``ladder.chapters.ch01_05_rungs.exercises``."""
+"""Exercises of chapters 09 and 11: Amdahl's law, busy time, the decision; the pool, chunks, latencies."""
 
 import itertools
 import math
 
 from ladder import profile
-from ladder.chapters.ch01_05_rungs.exercises import NotYet, _exercise, _number
+from ladder.chapters.exercise import NotYet, _exercise, _number, check, hint, solution
+
+__all__ = ["check", "hint", "solution"]  # what a notebook calls
 
 # ---------------------------------------------------------------- 09a: Amdahl, for several parts
 

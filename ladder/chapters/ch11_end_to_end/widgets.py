@@ -6,8 +6,8 @@ import ipywidgets as ipw
 
 from ladder import profile
 from ladder.chapters import plots
-from ladder.chapters.ch01_05_rungs.widgets import Explorer, choice, slider
 from ladder.chapters.ch09_profiling import tables as profiling
+from ladder.chapters.explorer import Explorer, choice, slider
 
 from . import tables as end_to_end
 
