@@ -28,7 +28,7 @@ lab: $(VENV)/.test  ## the notebooks in JupyterLab
 venv: $(VENV)/.test  ## only the environment
 
 compile-matrix: $(VENV)/.test  ## device code under several Tritons for sm_80, sm_86, sm_90 and sm_100, no GPU needed
-	$(BIN)/python -m ladder.lab.compile_matrix --triton $(TRITON_VERSIONS) --cache $(VENV)/triton
+	$(BIN)/python -m ladder.lab.compile.matrix --triton $(TRITON_VERSIONS) --cache $(VENV)/triton
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -148,7 +148,7 @@ def main(argv=None):
         if args.json:
             results.write(doc, args.json)
         if args.plot:
-            from .lab import report
+            from .chapters import readme as report
 
             results.write_figure(args.plot, report.climb_figure(doc), dpi=150)
     except ValueError as error:

@@ -6,7 +6,7 @@ from ladder.lab import interpret
 
 interpret.enable_without_gpu()  # before any test module imports triton
 
-from ladder.lab.decode import DecodeOracle, DecodeProblem, PagedInputs  # noqa: E402
+from ladder.lab.decode_problem import DecodeOracle, DecodeProblem, PagedInputs  # noqa: E402
 from ladder.lab.parity import nan_allocations  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -8,7 +8,7 @@ import torch
 
 import ladder.step08_dflash2 as step08
 from ladder.integrations import flash_attn as fa
-from ladder.lab.decode import DecodeProblem
+from ladder.lab.decode_problem import DecodeProblem
 from ladder.lab.problem import AttentionProblem
 
 

@@ -10,13 +10,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from ladder import bench_v2, step08_dflash2  # noqa: E402
-from ladder.bench_v2 import OURS, V1, cells, main, prefill_problems, ratio_summary, targets  # noqa: E402
+from ladder import step08_dflash2  # noqa: E402
+from ladder.bench import step08 as bench_v2  # noqa: E402
+from ladder.bench.step08 import OURS, V1, cells, main, prefill_problems, ratio_summary, targets  # noqa: E402
 from ladder.lab import results  # noqa: E402
-from ladder.lab.decode import DecodeProblem  # noqa: E402
+from ladder.lab.decode_problem import DecodeProblem  # noqa: E402
 from ladder.lab.problem import reference  # noqa: E402
 from ladder.lab.roofline import Limits  # noqa: E402
-from ladder.lab.windows import WindowOracle, visible_rows  # noqa: E402
+from ladder.lab.window_oracle import WindowOracle, visible_rows  # noqa: E402
 
 LIMITS = Limits(800.0, 4.0, 4.0)
 RANGES = [
@@ -321,7 +322,7 @@ def fa3(monkeypatch):
 
     module.flash_attn_func, module.flash_attn_with_kvcache = flash_attn_func, flash_attn_with_kvcache
     monkeypatch.setitem(sys.modules, "fa3_fwd_interface", module)
-    monkeypatch.setattr("ladder.lab.decode._on_hopper", lambda x: True)
+    monkeypatch.setattr("ladder.lab.peers._on_hopper", lambda x: True)
     return module
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ladder.bench_variants import CASES, STEPS, configs
+from ladder.bench.variants import CASES, STEPS, configs
 from ladder.lab.problem import AttentionProblem
 from ladder.step08_dflash2.hopper import plan_prefill
 

@@ -11,10 +11,10 @@ import torch
 
 pytest.importorskip("triton.backends.nvidia", reason="Triton's NVIDIA back end compiles these kernels")
 
-from ladder.lab import compile_matrix  # noqa: E402
-from ladder.lab.compile import SHARED_MEMORY_LIMIT, TARGETS, capability  # noqa: E402
+from ladder.lab.compile import matrix as compile_matrix  # noqa: E402
+from ladder.lab.compile.cases_step05 import CASES, HEAD_SIZES  # noqa: E402
+from ladder.lab.compile.compiler import SHARED_MEMORY_LIMIT, TARGETS, capability  # noqa: E402
 from ladder.rungs import RUNGS, find  # noqa: E402
-from ladder.step05_fused.compile_cases import CASES, HEAD_SIZES  # noqa: E402
 
 TENSOR_CORES = {"sm_80": "HMMA", "sm_86": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA"}
 
@@ -168,8 +168,8 @@ def test_each_target_gets_its_own_code_and_the_driver_comes_back():
     out = without_interpreter(
         """
 import json, triton
-from ladder.lab.compile import compile_for
-from ladder.lab.compile_matrix import cases_of
+from ladder.lab.compile.compiler import compile_for
+from ladder.lab.compile.matrix import cases_of
 from ladder.rungs import find
 
 found = {}
@@ -211,7 +211,7 @@ module = importlib.util.module_from_spec(spec)
 sys.modules["hoarder"] = module
 spec.loader.exec_module(module)
 import torch
-from ladder.lab.compile import compile_for
+from ladder.lab.compile.compiler import compile_for
 x = torch.empty(1, device="meta")
 few = compile_for("sm_90", module.hoarder, x, x, N=8, num_warps=32)
 many = compile_for("sm_90", module.hoarder, x, x, N=8, num_warps=1)
@@ -223,7 +223,7 @@ print(few.spills, many.spills, many.spill_stores, many.spill_loads)
 
 
 def test_a_kernel_of_the_interpreter_is_refused():
-    from ladder.lab.compile import compile_for
+    from ladder.lab.compile.compiler import compile_for
     from ladder.lab.interpret import is_enabled
 
     if not is_enabled():

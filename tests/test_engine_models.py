@@ -415,7 +415,7 @@ import json, sys
 from unittest import mock
 import torch
 from ladder.engine import kernels, layers
-from ladder.lab.compile import compile_for
+from ladder.lab.compile.compiler import compile_for
 
 launches = []
 class Recorder:

@@ -11,7 +11,7 @@ from step08_checks import WindowOracle
 from test_step08_hopper import random_ranges
 
 from ladder.integrations import flash_attn as fa
-from ladder.lab.decode import DecodeProblem
+from ladder.lab.decode_problem import DecodeProblem
 from ladder.lab.parity import nan_allocations
 from ladder.step07_dflash1 import DecodeWorkspace
 from ladder.step08_dflash2 import (

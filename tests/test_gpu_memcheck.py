@@ -46,9 +46,9 @@ def run_case(name):
     import torch
     import triton
 
-    from ladder import bench_fusion
+    from ladder.bench import fusion as bench_fusion
     from ladder.integrations.flash_attn import flash_attn_with_kvcache
-    from ladder.lab.decode import DecodeProblem
+    from ladder.lab.decode_problem import DecodeProblem
     from ladder.step08_dflash2 import Range, RangeWindows, decode, dflash2_attention, fusion, hopper
 
     launched = set()

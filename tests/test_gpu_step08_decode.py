@@ -8,7 +8,7 @@ import torch
 from step08_checks import WINDOWS, WindowOracle
 from test_step08_decode import check_windows, hide, mla
 
-from ladder.lab.decode import DecodeOracle, DecodeProblem, PagedInputs
+from ladder.lab.decode_problem import DecodeOracle, DecodeProblem, PagedInputs
 from ladder.lab.parity import poison
 from ladder.step08_dflash2 import hopper_decode
 from ladder.step08_dflash2.decode import (

@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from ladder import bench_fusion as chains
+from ladder.bench import fusion as chains
 from ladder.lab.parity import inside_nan, poison
 from ladder.step07_dflash1 import DecodeWorkspace
 
@@ -195,7 +195,7 @@ def test_graphs_and_no_waiting(name, tokens):
 def test_launches(name, tokens, most):
     """One kernel for few rows. For more: a product (which may split itself into two kernels) and a pass, or norm and router.
 
-    Which way is the faster one is held against the record of ``bench_fusion`` in tests/test_step08_fusion.py.
+    Which way is the faster one is held against the record of ``ladder.bench.fusion`` in tests/test_step08_fusion.py.
     """
     case, args, options = made(name, tokens)
     workspace = DecodeWorkspace(CUDA)

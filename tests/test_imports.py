@@ -63,12 +63,14 @@ except ImportError as error:
 
 def test_the_instruments_import_without_triton():
     names = [
-        p.stem
-        for p in (ROOT / "ladder" / "lab").glob("*.py")
-        if p.stem not in ("__init__", "plots", "widgets", "solutions_triton")
+        ".".join(p.relative_to(ROOT).with_suffix("").parts)
+        for folder in ("lab", "chapters")
+        for p in (ROOT / "ladder" / folder).rglob("*.py")
+        if p.stem not in ("__init__", "solutions_triton")
     ]
-    assert {"compile", "compile_matrix", "interpret", "parity", "peers", "problem", "timing"} <= set(names)
-    code = "\n".join(f"import ladder.lab.{name}" for name in names)
+    lab = {"compile.compiler", "compile.matrix", "interpret", "parity", "peers", "problem", "timing"}
+    assert {f"ladder.lab.{name}" for name in lab} <= set(names)
+    code = "\n".join(f"import {name}" for name in names)
     python(WITHOUT_TRITON + code + "\nfrom ladder.lab.interpret import has_triton\nprint('imported')")
 
 
@@ -83,7 +85,7 @@ import ladder, ladder.rungs, ladder.step05_fused
 for rung in ladder.rungs.RUNGS:
     rung.module
     rung.story()
-import ladder.lab.problem, ladder.lab.parity, ladder.lab.timing, ladder.lab.compile, ladder.lab.interpret
+import ladder.lab.problem, ladder.lab.parity, ladder.lab.timing, ladder.lab.compile.compiler, ladder.lab.interpret
 after = dict(os.environ), torch.get_default_dtype(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
 assert before == after, "importing changed the process"
 assert torch.equal(state, torch.random.get_rng_state()), "importing drew random numbers"

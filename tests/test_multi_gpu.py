@@ -1,4 +1,4 @@
-"""``python -m ladder.bench_multi_gpu``: every part over gloo, small; partial results; predictions; the chapters' tables."""
+"""``python -m ladder.bench multi_gpu``: every part over gloo, small; partial results; predictions; the chapters' tables."""
 
 import json
 import os
@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from dspark_mini import baselines, place, split_batch
-from ladder import bench_multi_gpu as bench
-from ladder.lab import interpret, multi_gpu, results
+from ladder.bench import multi_gpu as bench
+from ladder.chapters.ch10_scheduling import tables as multi_gpu
+from ladder.lab import interpret, results
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,7 @@ def recorded(tmp_path_factory):
     path = tmp_path_factory.mktemp("multi") / "multi_gpu.json"
     # In a process of its own: what ranks do is tested, step 08 by PyTorch, and a fork of this one would have the slow interpreter.
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "ladder.bench_multi_gpu", "--device", "cpu", "--json", str(path)]
+    command = [sys.executable, "-m", "ladder.bench", "multi_gpu", "--device", "cpu", "--json", str(path)]
     code = subprocess.run(command, env=env, cwd=Path(__file__).resolve().parents[1], timeout=400).returncode
     return code, path
 

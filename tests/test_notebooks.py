@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ladder.chapters.source import diff_lines
 from ladder.lab import interpret, results
-from ladder.lab.widgets import diff_lines
 from ladder.rungs import RUNGS, find
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
@@ -60,7 +60,7 @@ def test_there_is_a_chapter_for_each_rung():
 def test_executed_in_order_without_errors(path):
     notebook = read(path)
     counts = [cell["execution_count"] for cell in code_cells(notebook)]
-    assert counts == list(range(1, len(counts) + 1)), "run `python -m ladder.lab.notebooks` before committing"
+    assert counts == list(range(1, len(counts) + 1)), "run `python -m ladder.chapters.run` before committing"
     for cell in code_cells(notebook):
         assert all(output["output_type"] != "error" for output in cell["outputs"]), source(cell)
         assert not any(output.get("name") == "stderr" for output in cell["outputs"]), source(cell)
@@ -191,7 +191,7 @@ def test_kernel_loop_is_the_loop_of_step_04():
 def test_recorded_compiler_output_is_of_this_kernel():
     """Compiling now gives the verdicts that the chapter tells and that the recorded sweep holds."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "ladder.lab.compile_sweep", "--lesson"]
+    command = [sys.executable, "-m", "ladder.lab.compile.sweep", "--lesson"]
     done = subprocess.run(command, cwd=FOLDER.parent, env=env, capture_output=True, text=True, check=True)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     units = ["hgmma" if row["hgmma"] else "hmma" if row["hmma"] else "ffma" for row in rows]

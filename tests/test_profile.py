@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ladder import profile
+from ladder.profile import __main__ as program
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -95,7 +97,7 @@ def test_a_loader_is_loaded_once_and_experts_are_seen(batches):
     ("no_such_module_here:step", "No module named"),
 ])  # fmt: skip
 def test_bad_modules_are_named(batches, capsys, name, message):
-    assert profile.main(["--module", name]) == 2
+    assert program.main(["--module", name]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -246,7 +248,7 @@ def test_ncu_details(tmp_path):
 
 def test_ncu_raw(tmp_path, capsys):
     (tmp_path / "b.csv").write_text(RAW)
-    assert profile.main(["--ncu-csv", str(tmp_path / "b.csv")]) == 0
+    assert program.main(["--ncu-csv", str(tmp_path / "b.csv")]) == 0
     out = capsys.readouterr().out
     assert "flash_fwd_kernel: 1 launches, 12.5 us, memory 20%, compute 70%: bound by compute" in out
     assert "None of them has dflash in its name: DFlash did not run." in out
@@ -258,7 +260,7 @@ def test_ncu_raw(tmp_path, capsys):
 def test_ncu_files_that_are_none(tmp_path, capsys, text, message):
     (tmp_path / "c.csv").write_text(text)
     with pytest.raises(SystemExit):
-        profile.main(["--ncu-csv", str(tmp_path / "c.csv")])
+        program.main(["--ncu-csv", str(tmp_path / "c.csv")])
     assert message in capsys.readouterr().err
 
 
@@ -268,7 +270,7 @@ def test_ncu_files_that_are_none(tmp_path, capsys, text, message):
 def test_command_in_words_and_json(batches, tmp_path, capsys):
     target = tmp_path / "out.json"
     arguments = ["--module", f"{batches}:attention_only", "--steps", "2", "--moe", "--context", "9000", "--json", str(target)]
-    assert profile.main(arguments) == 0
+    assert program.main(arguments) == 0
     out = capsys.readouterr().out
     for part in ("Attention takes", "the threshold is 30%", "1. Is the model a mixture of experts? yes (as you said)",
                  "3. Are there contexts above 8,192 tokens? yes (9,000 tokens, as you said)", "DFlash is not in use",
@@ -276,7 +278,7 @@ def test_command_in_words_and_json(batches, tmp_path, capsys):
         assert part in out
     record = json.loads(target.read_text())
     assert record["decision"] == "unknown" and record["measured"]["context"] == 9000 and record["ncu"] is None
-    assert profile.main([*arguments[:-1], "-"]) == 0
+    assert program.main([*arguments[:-1], "-"]) == 0
     assert json.loads(capsys.readouterr().out)["measured"]["steps"] == 2
 
 
@@ -288,14 +290,14 @@ def test_command_in_words_and_json(batches, tmp_path, capsys):
 ])  # fmt: skip
 def test_bad_arguments(arguments, message, capsys):
     with pytest.raises(SystemExit) as caught:
-        profile.main(arguments)
+        program.main(arguments)
     assert caught.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_as_a_program(batches, tmp_path):
     """Its name does not hide the standard library's profile; the working directory is searched."""
     (tmp_path / "uses_cprofile.py").write_text("import cProfile, torch\ndef step():\n    cProfile.run('1 + 1'); torch.ones(9).sum()\n")
-    root = profile.Path(profile.__file__).parents[1]
+    root = Path(profile.__file__).parents[2]
     path = os.pathsep.join(p for p in (str(root), os.environ.get("PYTHONPATH")) if p)
     done = subprocess.run(
         [sys.executable, "-m", "ladder.profile", "--module", "uses_cprofile:step"], cwd=tmp_path, capture_output=True, text=True,
@@ -308,8 +310,8 @@ def test_as_a_program(batches, tmp_path):
 def test_a_full_disk_costs_no_earlier_file(tmp_path, monkeypatch, capsys, full_disk):
     file = tmp_path / "out.json"
     file.write_text("before")
-    monkeypatch.setattr(profile, "load_step", lambda name: None)
-    monkeypatch.setattr(profile, "measure", lambda step, **options: found(context_because="x" * 2000))
+    monkeypatch.setattr(program, "load_step", lambda name: None)
+    monkeypatch.setattr(program, "measure", lambda step, **options: found(context_because="x" * 2000))
     with full_disk():
-        assert profile.main(["--module", "a:b", "--json", str(file)]) == 2
+        assert program.main(["--module", "a:b", "--json", str(file)]) == 2
     assert f"cannot write {file}: " in capsys.readouterr().err and file.read_text() == "before"

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from ladder.lab import report, results
+from ladder.chapters import readme as report
+from ladder.lab import results
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
 
 def test_readme_tables_equal_the_recorded_results():
-    assert report.render(README) == README, "run python -m ladder.lab.report"
+    assert report.render(README) == README, "run python -m ladder.chapters.readme"
     for name in report.SECTIONS:
         section = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", README, re.DOTALL)
         assert section and section[1].count("|") > 20, f"{name} is empty"
@@ -255,6 +256,6 @@ def test_the_figure_says_from_which_days_its_points_are():
 
 def test_the_tables_need_nothing_that_only_notebooks_need():
     missing = ["IPython", "ipywidgets", "jupyterlab", "nbformat", "nbclient", "transformers", "pytest", "hypothesis"]
-    code = f"import sys; sys.modules.update(dict.fromkeys({missing})); from ladder.lab import report; sys.exit(report.main(['--check']))"
+    code = f"import sys; sys.modules.update(dict.fromkeys({missing})); from ladder.chapters import readme as report; sys.exit(report.main(['--check']))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

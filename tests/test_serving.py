@@ -7,8 +7,12 @@ import torch
 
 pytest.importorskip("ipywidgets")
 
-from ladder.lab import interpret, plots, results, serving, widgets, widgets_serving
-from ladder.lab.decode import DecodeProblem
+from ladder.chapters import plots
+from ladder.chapters.ch06_07_serving import tables as serving
+from ladder.chapters.ch06_07_serving import widgets as widgets_serving
+from ladder.chapters.explorer import VIEW
+from ladder.lab import interpret, results
+from ladder.lab.decode_problem import DecodeProblem
 from ladder.rungs import RUNGS
 from ladder.step06_paged import choose_num_splits
 
@@ -50,7 +54,7 @@ MOVES = [
 def test_every_explorer_has_a_still_and_a_fixed_repr(name):
     data, metadata = EXPLORERS[name]()._repr_mimebundle_()
     again, _ = EXPLORERS[name]()._repr_mimebundle_()
-    assert widgets.VIEW in data and data["image/png"].startswith(PNG) and metadata["image/png"]["width"] <= 800
+    assert VIEW in data and data["image/png"].startswith(PNG) and metadata["image/png"]["width"] <= 800
     assert data["image/png"] == again["image/png"] and data["text/plain"] == again["text/plain"]
 
 
@@ -131,7 +135,7 @@ def test_grouped_tile_explorer_is_the_rungs_tile_map(skew, tokens, experts, bloc
     run_interpreted(
         f"""
         import torch
-        from ladder.lab.widgets_serving import GroupedTileExplorer
+        from ladder.chapters.ch06_07_serving.widgets import GroupedTileExplorer
         from ladder.step07_dflash1 import capacity_offsets, tile_map
         e = GroupedTileExplorer({tokens}, {experts}, 2, {skew}, {block_rows})
         counts = torch.tensor(e.loads())
@@ -163,7 +167,7 @@ def run_interpreted(code):
 
 @needs_triton
 def test_compatibility_table_is_what_the_calls_do():
-    text = run_interpreted("from ladder.lab import serving; print(serving.accepts().data)")
+    text = run_interpreted("from ladder.chapters.ch06_07_serving import tables as serving; print(serving.accepts().data)")
     assert "WRONG" not in text and "wrong answer" not in text
     rows = {line.split("|")[1].strip(): [c.strip() for c in line.split("|")[2:-1]] for line in text.splitlines() if line.startswith("|")}
     assert len(rows) == len(serving.HEADS) + 2
@@ -191,7 +195,7 @@ def test_a_wrong_answer_is_no_yes():
 def test_parity_table_finds_a_wrong_merge():
     run_interpreted(
         """
-        from ladder.lab import serving
+        from ladder.chapters.ch06_07_serving import tables as serving
         import ladder.step06_paged as rung
         assert "FAILS" not in serving.parity(6).data
         right = rung.paged_decode

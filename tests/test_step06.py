@@ -8,7 +8,7 @@ import pytest
 import torch
 from decode_checks import DEVICE, LAYOUTS, PROBLEMS, SMALL, check_decode, inputs_of
 
-from ladder.lab.decode import DecodeOracle, DecodeProblem
+from ladder.lab.decode_problem import DecodeOracle, DecodeProblem
 from ladder.lab.parity import nan_allocations, poison
 from ladder.rungs import find
 from ladder.step06_paged import PagedKVCache, attention, choose_num_splits, decode_bytes_moved, paged_decode

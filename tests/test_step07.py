@@ -10,7 +10,7 @@ from decode_checks import DEVICE, LAYOUTS, PROBLEMS, SMALL, check_decode, inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ladder.step07_dflash1 as step07
-from ladder.lab.decode import DecodeOracle, DecodeProblem, PagedInputs
+from ladder.lab.decode_problem import DecodeOracle, DecodeProblem, PagedInputs
 from ladder.lab.parity import Oracle, inside_nan, nan_allocations, poison
 from ladder.lab.problem import MINILM, AttentionProblem, reference
 from ladder.rungs import find

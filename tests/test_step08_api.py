@@ -13,7 +13,7 @@ from step08_checks import DEVICE, ON_GPU, WINDOWS
 from test_imports import WITHOUT_TRITON, python
 
 import ladder.step08_dflash2 as step08
-from ladder.lab.decode import DecodeProblem
+from ladder.lab.decode_problem import DecodeProblem
 from ladder.lab.problem import MINILM, AttentionProblem
 from ladder.step08_dflash2 import (
     RangeWindows,
@@ -460,9 +460,9 @@ def test_launch_config_covers_the_head_and_fits(arch):
 
 EVERY_THIRD = """
 import json, sys
-from ladder.lab import compile_matrix
+from ladder.lab.compile import matrix as compile_matrix
 from ladder.rungs import find
-from ladder.step08_dflash2.compile_cases import prefill_compile_cases
+from ladder.lab.compile.cases_step08 import prefill_compile_cases
 
 target = compile_matrix.capability(sys.argv[1])
 compile_matrix.cases_of = lambda *_, **__: list(prefill_compile_cases(target))[::3]
@@ -477,7 +477,7 @@ def test_prefill_compiles(target):
     """No spills; on Hopper its own matrix instructions, none of which waits for the one before. A third of the cases: the
     compile matrix has them all."""
     pytest.importorskip("triton.backends.nvidia", reason="Triton's NVIDIA back end compiles these kernels")
-    from ladder.lab import compile_matrix
+    from ladder.lab.compile import matrix as compile_matrix
 
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(x for x in (str(compile_matrix.ROOT), os.environ.get("PYTHONPATH")) if x)

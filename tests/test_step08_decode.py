@@ -11,7 +11,7 @@ from decode_checks import LAYOUTS, PROBLEMS, _problem, check_decode, inputs_of
 from step08_checks import DEVICE, ON_GPU, WINDOWS, WindowOracle
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ladder.lab.decode import GARBAGE_PAGES, DecodeOracle, DecodeProblem
+from ladder.lab.decode_problem import GARBAGE_PAGES, DecodeOracle, DecodeProblem
 from ladder.lab.parity import nan_allocations
 from ladder.lab.problem import reference
 from ladder.rungs import find

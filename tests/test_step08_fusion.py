@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from ladder import bench_fusion as chains  # noqa: E402
+from ladder.bench import fusion as chains  # noqa: E402
 from ladder.lab import results  # noqa: E402
 from ladder.lab.parity import inside_nan, nan_allocations  # noqa: E402
 from ladder.step07_dflash1 import DecodeWorkspace, group_tokens  # noqa: E402
@@ -886,8 +886,8 @@ def test_kernels_compile_for_hopper():
     """One of each kernel without a GPU: nothing spills, products are on the tensor cores, loads are 16 bytes wide."""
     pytest.importorskip("triton.backends.nvidia")
     code = """
-from ladder.lab.compile import SHARED_MEMORY_LIMIT, compile_for
-from ladder.step08_dflash2.fusion_compile_cases import compile_cases
+from ladder.lab.compile.compiler import SHARED_MEMORY_LIMIT, compile_for
+from ladder.lab.compile.cases_step08_fusion import compile_cases
 
 for name, kernel, args, kwargs in compile_cases(SHARED_MEMORY_LIMIT["sm_90"], (9, 0)):
     if any(name.startswith(start) for start in STARTS):
@@ -911,8 +911,8 @@ for name, kernel, args, kwargs in compile_cases(SHARED_MEMORY_LIMIT["sm_90"], (9
 
 
 def test_compile_cases_cover_every_kernel():
+    from ladder.lab.compile.cases_step08_fusion import compile_cases
     from ladder.step08_dflash2 import fusion_kernel
-    from ladder.step08_dflash2.fusion_compile_cases import compile_cases
 
     found = list(compile_cases(227 * 1024, (9, 0)))
     names = [name for name, *_ in found]

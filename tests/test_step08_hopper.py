@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ladder.lab import compile_matrix
+from ladder.lab.compile import matrix as compile_matrix
 from ladder.lab.problem import AttentionProblem
 from ladder.step08_dflash2 import Range, RangeWindows, eager, explain, hopper, hopper_decode, warmup
 
@@ -415,8 +415,8 @@ def test_hopper_kernels_compile_without_spills_in_their_loops():
     """The plain causal prefill, one of values narrower than keys, and MLA decode: tensor cores of sm_90, products under way together, nothing spilled in loops."""
     code = """
 import json
-from ladder.lab.compile import compile_for
-from ladder.step08_dflash2.hopper_compile_cases import hopper_compile_cases
+from ladder.lab.compile.compiler import compile_for
+from ladder.lab.compile.cases_step08_hopper import hopper_compile_cases
 for name, kernel, args, kwargs in hopper_compile_cases():
     if name.startswith(("d128/128 bfloat16 causal 4096  prefill", "d256/128", "MLA 16 heads q_len 1", "MLA 128 heads")):
         c = compile_for("sm_90", kernel, *args, **kwargs)

@@ -8,7 +8,7 @@ import torch
 from decode_checks import PROBLEMS
 from step08_checks import DEVICE, WINDOWS, WindowOracle
 
-from ladder.lab.decode import DecodeProblem
+from ladder.lab.decode_problem import DecodeProblem
 from ladder.lab.parity import Oracle, inside_nan, nan_allocations, poison
 from ladder.lab.problem import MINILM, AttentionProblem
 from ladder.rungs import find

@@ -5,7 +5,11 @@ import torch
 
 pytest.importorskip("ipywidgets")
 
-from ladder.lab import plots, results, widgets
+from ladder.chapters import plots
+from ladder.chapters.ch01_05_rungs import widgets
+from ladder.chapters.explorer import VIEW, PredictThenMeasure
+from ladder.chapters.source import RungDiff, diff_lines, highlight, source_of, where
+from ladder.lab import results
 from ladder.lab.problem import MINILM, AttentionProblem, reference
 from ladder.lab.trace import Traffic, watch
 from ladder.rungs import RUNGS, find
@@ -145,10 +149,10 @@ def roofline(upto=5, peers=True):
 
 
 EXPLORERS = {
-    "predict": lambda: widgets.PredictThenMeasure(
+    "predict": lambda: PredictThenMeasure(
         "how many?", 12.0, "ms", low=1, high=100, because="so.", source="test"
     ),
-    "diff": lambda: widgets.RungDiff(find("step02_tiled").attention, find("step03_online_softmax").attention),
+    "diff": lambda: RungDiff(find("step02_tiled").attention, find("step03_online_softmax").attention),
     "stepper": stepper,
     "softmax": widgets.OnlineSoftmaxExplorer,
     "tiles": widgets.TileMapExplorer,
@@ -163,7 +167,7 @@ EXPLORERS = {
 def test_every_explorer_has_a_still_and_a_fixed_repr(name):
     data, metadata = EXPLORERS[name]()._repr_mimebundle_()
     again, _ = EXPLORERS[name]()._repr_mimebundle_()
-    assert widgets.VIEW in data
+    assert VIEW in data
     assert data["text/plain"] == again["text/plain"] and "0x" not in data["text/plain"]
     if "image/png" in data:
         assert data["image/png"].startswith(PNG) and metadata["image/png"]["width"] <= 800
@@ -208,7 +212,7 @@ def test_prediction_stays_hidden_until_the_reader_commits():
     predict.reveal.click()
     assert "within 25 %" in predict.answer.value
     with pytest.raises(ValueError, match="measured is 500"):
-        widgets.PredictThenMeasure("?", 500, "ms", low=1, high=100)
+        PredictThenMeasure("?", 500, "ms", low=1, high=100)
 
 
 def test_stepper_shows_the_rungs_numbers():
@@ -309,25 +313,25 @@ def test_highlight_loses_no_character():
     import re
 
     for rung in RUNGS[:4]:
-        code = widgets.source_of(rung.attention, docstring=True)
-        plain = html.unescape(re.sub(r"<[^>]+>", "", widgets.highlight(code)))
+        code = source_of(rung.attention, docstring=True)
+        plain = html.unescape(re.sub(r"<[^>]+>", "", highlight(code)))
         assert plain == code
 
 
 def test_source_leaves_the_docstring_in_the_file():
     attention = find("step03_online_softmax").attention
-    code = widgets.source_of(attention)
+    code = source_of(attention)
     assert "one pass over the keys" not in code and "rescale = torch.exp" in code
     compile(code, "shown", "exec")
-    assert widgets.where(attention) == "ladder/step03_online_softmax/attention.py: attention"
+    assert where(attention) == "ladder/step03_online_softmax/attention.py: attention"
 
 
 def test_diff_has_both_sides_in_full():
     old, new = find("step02_tiled").attention, find("step03_online_softmax").attention
-    lines = widgets.diff_lines(old, new)
-    assert "\n".join(a for _, a, _ in lines if a is not None) == widgets.source_of(old).rstrip()
-    assert "\n".join(b for _, _, b in lines if b is not None) == widgets.source_of(new).rstrip()
-    diff = widgets.RungDiff(old, new)
+    lines = diff_lines(old, new)
+    assert "\n".join(a for _, a, _ in lines if a is not None) == source_of(old).rstrip()
+    assert "\n".join(b for _, _, b in lines if b is not None) == source_of(new).rstrip()
+    diff = RungDiff(old, new)
     for style in diff.style.options:
         diff.style.value = style
         assert "rescale" in diff.body.value

@@ -7,18 +7,22 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from ladder.lab import (
-    dflash2,
-    exercises,
-    plots,
-    plots_dflash2,
-    results,
-    schedules,
-    solutions_dflash2,
-    widgets,
+import ladder.chapters.ch08_dflash2.exercises  # noqa: F401  registers them
+from ladder.chapters import exercise as exercises
+from ladder.chapters import plots, source
+from ladder.chapters.ch08_dflash2 import plots as plots_dflash2
+from ladder.chapters.ch08_dflash2 import simulate as schedules
+from ladder.chapters.ch08_dflash2 import solutions as solutions_dflash2
+from ladder.chapters.ch08_dflash2 import tables as dflash2
+from ladder.chapters.ch08_dflash2.widgets import (
+    OverlapExplorer,
+    PrefillRoofline,
+    ScheduleExplorer,
+    WindowExplorer,
 )
+from ladder.chapters.explorer import VIEW
+from ladder.lab import results
 from ladder.lab.problem import AttentionProblem
-from ladder.lab.widgets_dflash2 import OverlapExplorer, PrefillRoofline, ScheduleExplorer, WindowExplorer
 from ladder.step08_dflash2 import RangeWindows
 
 PNG = b"\x89PNG"
@@ -141,7 +145,7 @@ def test_every_explorer_has_a_still_and_a_fixed_repr(name):
     explorer = EXPLORERS[name]()
     data, metadata = explorer._repr_mimebundle_()
     again, _ = EXPLORERS[name]()._repr_mimebundle_()
-    assert widgets.VIEW in data and data["image/png"].startswith(PNG)
+    assert VIEW in data and data["image/png"].startswith(PNG)
     assert data["image/png"] == again["image/png"] and data["text/plain"] == again["text/plain"]
     assert "0x" not in data["text/plain"] and metadata["image/png"]["width"] <= 800
 
@@ -223,7 +227,7 @@ def test_missing_records_are_said_in_words(monkeypatch, tmp_path):
     for show in (dflash2.variants, dflash2.variants_picture, dflash2.fusion):
         assert "Not recorded yet" in show().data
     for show in (dflash2.grid, dflash2.speed, dflash2.windows, dflash2.memory_and_start, dflash2.verdicts):
-        assert "ladder.bench_v2" in show(None).data
+        assert "ladder.bench step08" in show(None).data
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="REMEASURE"):
             dflash2.numbers(True)
@@ -306,13 +310,13 @@ def test_projection_bytes_are_counted():
 
 
 def test_the_hopper_kernel_is_read_not_imported():
-    names = list(dflash2._functions("hopper_kernel.py"))
+    names = list(source._functions("hopper_kernel.py"))
     assert "dflash2_fold" in names
-    assert all(name in dflash2.hopper_code(*names[:3]).data for name in names[:3])
-    shown = dflash2.HopperSource("dflash2_fold")
+    assert all(name in source.hopper_code(*names[:3]).data for name in names[:3])
+    shown = source.HopperSource("dflash2_fold")
     assert "warpgroup_mma" in shown._repr_html_() and repr(shown).endswith("dflash2_fold") and '"""' not in shown._repr_html_()
     with pytest.raises(KeyError):
-        dflash2.HopperSource("no_such_function")
+        source.HopperSource("no_such_function")
 
 
 def test_small_figures_are_drawn():

@@ -8,21 +8,27 @@ import pytest
 import test_profile
 import torch
 
-from ladder import profile
-from ladder.engine.engine import Engine
-from ladder.engine.kv_pool import PagePool
-from ladder.engine.models import find, tiny_moe
-from ladder.engine.models.tiny_moe import TinyMoEConfig
-from ladder.engine.sampling import SamplingParams
-from ladder.engine.scheduler import Request, Scheduler
-from ladder.lab import end_to_end, exercises, plots, profiling, results, solutions_engine
-from ladder.lab.widgets_engine import (
+import ladder.chapters.ch11_end_to_end.exercises  # noqa: F401  registers them
+from ladder.chapters import article, plots
+from ladder.chapters import exercise as exercises
+from ladder.chapters.ch09_profiling import tables as profiling
+from ladder.chapters.ch11_end_to_end import solutions as solutions_engine
+from ladder.chapters.ch11_end_to_end import tables as end_to_end
+from ladder.chapters.ch11_end_to_end.widgets import (
     AmdahlExplorer,
     DecisionExplorer,
     PoolExplorer,
     ShareExplorer,
     TimelineExplorer,
 )
+from ladder.engine.engine import Engine
+from ladder.engine.kv_pool import PagePool
+from ladder.engine.models import find, tiny_moe
+from ladder.engine.models.tiny_moe import TinyMoEConfig
+from ladder.engine.sampling import SamplingParams
+from ladder.engine.scheduler import Request, Scheduler
+from ladder.lab import results
+from ladder.profile.measure import _union
 
 PNG = b"\x89PNG"
 V1, OURS = end_to_end.V1, end_to_end.OURS
@@ -308,7 +314,7 @@ def test_memory_and_quality_tables_follow_their_rows():
 
 def test_the_articles_table_agrees_with_itself():
     for column in (2, 3):
-        ttft, itl, said = (end_to_end.ARTICLE[name][column] for name in ("ttft_ms", "itl_ms", "tok_s"))
+        ttft, itl, said = (article.ARTICLE[name][column] for name in ("ttft_ms", "itl_ms", "tok_s"))
         assert end_to_end.implied_throughput(ttft, itl) == pytest.approx(said, rel=0.04)
 
 
@@ -440,7 +446,7 @@ def test_exercises_are_what_the_ladder_does():
     rng = random.Random(0)
     for _ in range(50):
         intervals = [(a, a + rng.randint(0, 9)) for a in (rng.randint(0, 40) for _ in range(rng.randint(0, 8)))]
-        assert solutions_engine.busy(intervals, 50) == pytest.approx(profile._union(intervals) / 50)
+        assert solutions_engine.busy(intervals, 50) == pytest.approx(_union(intervals) / 50)
         prompts, size = [rng.randint(1, 30) for _ in range(rng.randint(0, 6))], rng.randint(1, 20)
         chunks = solutions_engine.chunks(prompts, size)
         rests = [step[0] for step in chunks[1:]]

@@ -172,3 +172,77 @@ PEERS = (
     Peer("fa4", "FlashAttention-4 (CuTe)", _module_why_not("flash_attn.cute", "pip install flash-attn"), _fa4_build),
     Peer("flashinfer", "FlashInfer", _module_why_not("flashinfer", "pip install flashinfer-python"), _flashinfer_build),
 )  # fmt: skip
+
+
+def decode_peers(problem, inputs):
+    """{name: function of no arguments}: other implementations that can run this problem here; all lengths equal.
+
+    The SDPA backends read the same numbers from a contiguous copy (no pages); FlashAttention-3 reads the pages.
+    Outputs are (B, q_len, Hq, Dv).
+    """
+    q, k_cache, v_cache, table, seq_lens = inputs
+    device, peers = q.device, {}
+    if device.type != "cuda" or problem.dtype == "float32" or problem.lengths is not None:
+        return peers
+    if problem.q_len == 1 and not problem.latent:
+        k, v = inputs.contiguous()
+        q_bhsd, grouped = q.transpose(1, 2), problem.Hq != problem.Hkv
+
+        def sdpa(backend):
+            def run():
+                with sdpa_kernel(backend):
+                    out = F.scaled_dot_product_attention(q_bhsd, k, v, scale=problem.scale, enable_gqa=grouped)
+                return out.transpose(1, 2)
+
+            return run
+
+        peers["sdpa_cudnn"] = sdpa(SDPBackend.CUDNN_ATTENTION)
+        peers["sdpa_flash"] = sdpa(SDPBackend.FLASH_ATTENTION)
+    name = next((n for n in ("fa3_fwd_interface", "flash_attn_interface") if util.find_spec(n)), None)
+    if name and torch.cuda.get_device_capability(device) == (9, 0) and problem.dtype == "bfloat16":
+        interface = __import__(name)
+        pages = dict(cache_seqlens=seq_lens, page_table=table.clamp(0, k_cache.shape[0] - 1), causal=True)
+        if problem.latent:  # FlashAttention-3 takes the rotary part as q, k and the latent part as qv, v
+            rope = problem.D - problem.Dv
+            q_rope, q_latent = q[..., -rope:].contiguous(), q[..., :-rope].contiguous()
+            k_rope, latent = k_cache[..., -rope:].contiguous(), k_cache[..., :-rope].contiguous()
+            args, extra = (q_rope, k_rope, latent), dict(qv=q_latent)
+        else:
+            args, extra = (q, k_cache, v_cache), {}
+
+        def fa3():
+            out = interface.flash_attn_with_kvcache(*args, softmax_scale=problem.scale, **pages, **extra)
+            return out[0] if isinstance(out, tuple) else out
+
+        peers["fa3"] = fa3
+    return peers
+
+
+def contiguous_peers(problem, inputs):
+    """{"fa3": function of no arguments} over K and V without pages, lengths ragged or not; {} where it cannot run.
+
+    The FlashAttention-3 wheel ``fa3-fwd`` is built without pages. It chooses its number of splits itself.
+    Outputs are (B, q_len, Hq, Dv).
+    """
+    q = inputs.q
+    name = next((n for n in ("fa3_fwd_interface", "flash_attn_interface") if util.find_spec(n)), None)
+    if name is None or not _on_hopper(q) or problem.dtype != "bfloat16":
+        return {}
+    interface = __import__(name)
+    k, v = inputs.padded()
+    options = dict(cache_seqlens=inputs.seq_lens, softmax_scale=problem.scale, causal=True)
+    args = (q, k, v)
+    if problem.latent:  # the rotary part as q, k and the latent part as qv, v
+        rope = problem.D - problem.Dv
+        args = (q[..., -rope:].contiguous(), k[..., -rope:].contiguous(), k[..., :-rope].contiguous())
+        options["qv"] = q[..., :-rope].contiguous()
+
+    def fa3():
+        out = interface.flash_attn_with_kvcache(*args, **options)
+        return out[0] if isinstance(out, tuple) else out
+
+    return {"fa3": fa3}
+
+
+def _on_hopper(x):
+    return x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) == (9, 0)

@@ -162,7 +162,7 @@ def check_out(rung, out, q, shape, one_token):
 def decode_bytes_moved(problem):
     """Bytes that one decode call loads and stores: K and V once per query head, L2 serving the repeats of a group.
 
-    Needs B, Hq, Hkv, q_len, D, Dv, itemsize, page_size, keys (over all sequences) and capacity; see ``ladder.lab.decode``.
+    Needs B, Hq, Hkv, q_len, D, Dv, itemsize, page_size, keys (over all sequences) and capacity; see ``ladder.lab.decode_problem``.
     """
     p = problem
     config = decode_config(p.D, p.Dv, p.q_len, p.page_size, p.itemsize)

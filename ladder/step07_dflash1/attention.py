@@ -447,7 +447,7 @@ def bytes_moved(problem):
 
 def decode_bytes_moved(problem):
     """Bytes that one decode call loads and stores: K and V once per KV head (once in all for a latent cache), and what
-    the splits leave for the merge. Needs the fields of ``ladder.lab.decode.DecodeProblem``.
+    the splits leave for the merge. Needs the fields of ``ladder.lab.decode_problem.DecodeProblem``.
     """
     p, rows = problem, problem.q_len * (problem.Hq // problem.Hkv)
     config = decode_config(p.D, p.Dv, rows, p.page_size, p.itemsize, 90, p.latent, _few(p.B * p.Hkv, p.capacity, 132))

@@ -454,7 +454,7 @@ def decode_config(head_dim, head_dim_v, rows, page_size, itemsize, arch, latent=
 
 def decode_bytes_moved(problem):
     """Bytes that one decode call loads and stores: K and V once per KV head (once in all for a latent cache), and what
-    the splits leave for the merge. Needs the fields of ``ladder.lab.decode.DecodeProblem``.
+    the splits leave for the merge. Needs the fields of ``ladder.lab.decode_problem.DecodeProblem``.
     """
     p, rows = problem, problem.q_len * (problem.Hq // problem.Hkv)
     plan = _plan(

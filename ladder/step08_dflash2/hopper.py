@@ -374,7 +374,7 @@ def merge_config(batch, rows, num_kv_splits):
 
 
 def describe_mla(p, processors=132):
-    """Sentences about how a problem (fields of ``ladder.lab.decode.DecodeProblem``) with a latent cache is launched, for ``explain``."""
+    """Sentences about how a problem (fields of ``ladder.lab.decode_problem.DecodeProblem``) with a latent cache is launched, for ``explain``."""
     rows = p.q_len * p.Hq
     kind, tile = mla_design(rows)
     row_tiles, found, slots, _, target, _ = plan_mla(p.B, rows, p.capacity, processors, None, tile)

@@ -63,7 +63,7 @@ def plan_decode(batch, rows, num_kv_heads, capacity, processors, num_kv_splits):
 
 
 def describe_decode(p, processors=132):
-    """Sentences about how a problem (fields of ``ladder.lab.decode.DecodeProblem``) is launched, for ``explain``."""
+    """Sentences about how a problem (fields of ``ladder.lab.decode_problem.DecodeProblem``) is launched, for ``explain``."""
     rows = p.q_len * (p.Hq // p.Hkv)
     row_tiles, found, slots, _, target, _ = plan_decode(p.B, rows, p.Hkv, p.capacity, processors, None)
     lines = [

@@ -63,7 +63,7 @@ def explain(
 
     Args:
         problem: shapes as ``ladder.lab.problem.AttentionProblem`` has them (B, Hq, Hkv, Sq, Sk, D, Dv, causal, dtype), or
-            as ``ladder.lab.decode.DecodeProblem`` (q_len, page_size, lengths) for decode.
+            as ``ladder.lab.decode_problem.DecodeProblem`` (q_len, page_size, lengths) for decode.
         windows, softcap, right: as the call is given them. sinks: whether it has learned sinks.
         page_size: K and V lie in pages of that many tokens; 0: they do not. ragged: packed sequences; pages imply it.
         return_lse: as in a call. device: where it would run; None is the GPU when there is one, else the CPU.

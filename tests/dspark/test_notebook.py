@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dspark_mini import Placement, bundled_trace, exercises, gpu_tokens, place, split_batch
+from dspark_mini import Placement, bundled_trace, gpu_tokens, place, split_batch
+from ladder.chapters.ch10_scheduling import exercises
 
 ipywidgets = pytest.importorskip("ipywidgets")
-from dspark_mini import widgets
+from ladder.chapters.ch10_scheduling import widgets
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "notebooks" / "10_scheduling.ipynb"

@@ -1,0 +1,1 @@
+"""What the notebooks call: tables, pictures, explorers and exercises of the chapters."""

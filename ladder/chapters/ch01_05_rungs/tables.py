@@ -1,0 +1,322 @@
+"""What every chapter does the same way: recorded or fresh numbers, parity tables, speed tables, sentences with numbers.
+
+Text that goes into a notebook's output holds booleans, shapes and numbers of recorded files only, so that a run on
+another machine prints the same.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from IPython.display import Markdown
+
+from ladder.chapters import plots
+from ladder.lab import memory, results
+from ladder.lab.names import title as implementation_title
+from ladder.lab.parity import Oracle
+from ladder.lab.problem import MINILM, SHAPES, AttentionProblem
+from ladder.rungs import RUNGS, find
+
+
+def plain(seqlen, causal=False):
+    """The headline problem: 16 heads of 128 in bf16, 16k tokens in all."""
+    return AttentionProblem(
+        B=max(1, 16384 // seqlen), **SHAPES["plain"], Sq=seqlen, Sk=seqlen, causal=causal, dtype="bfloat16"
+    )
+
+
+def model(shape, seqlen=16384):
+    """A causal prefill of ``seqlen`` tokens in the head layout of a model (a key of ``SHAPES``)."""
+    return AttentionProblem(**SHAPES[shape], Sq=seqlen, Sk=seqlen, causal=True, dtype="bfloat16")
+
+
+CASES = {
+    "16k tokens, dense": plain(16384),
+    "16k tokens, causal": plain(16384, True),
+    "16 x 1k tokens, dense": plain(1024),
+    "16 x 1k tokens, causal": plain(1024, True),
+    "Qwen3-MoE heads, 16k, causal": model("qwen3-moe"),
+    "DeepSeek-V2-Lite heads, 16k, causal": model("deepseek-v2-lite"),
+}
+
+
+def fields(problem):
+    """The fields of ``problem`` that pick its rows out of recorded results."""
+    return {k: v for k, v in problem.case().items() if k != "mode"}
+
+
+PLAIN = {
+    name: fields(p) for name, p in CASES.items() if p.Hq == p.Hkv and p.D == p.Dv
+}  # what every rung computes
+PYTORCH = tuple(rung.name for rung in RUNGS if not rung.needs_triton)
+ALL = {name: fields(p) for name, p in CASES.items()}
+
+
+def numbers(remeasure=False):
+    """The recorded results of the ladder; with ``remeasure``, the same problems measured here, on this GPU.
+
+    Raises:
+        RuntimeError: ``remeasure`` without a CUDA device.
+    """
+    if not remeasure:
+        return results.load("ladder")
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            "REMEASURE is True but no CUDA device is here; set it to False to read the recorded numbers"
+        )
+    # A process of its own: this one may have Triton's interpreter on, which would be timed in place of the GPU.
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "ladder.json")
+        command = [sys.executable, "-m", "ladder", "--record", "--rungs", "1-5", "--json", str(path)]
+        subprocess.run(command, env=_without_interpreter(), stdout=subprocess.DEVNULL, check=True)
+        return results.load(path)
+
+
+def _without_interpreter():
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+
+def source_line(doc):
+    """Where the numbers of a figure come from."""
+    return results.caption(doc)
+
+
+def ms(doc, impl, problem):
+    """Median milliseconds of one recorded row."""
+    return results.one(doc, impl, **fields(problem))["ms"]["median"]
+
+
+def rows(doc, impl, problem):
+    """Recorded rows of an implementation on ``problem`` that were measured, not skipped."""
+    return [row for row in results.select(doc, impl, **fields(problem)) if "ms" in row]
+
+
+def value(doc, impl, problem, name):
+    """Another field of one recorded row: "tflops", "peak_bytes", "bytes_moved", ..."""
+    return results.one(doc, impl, **fields(problem))[name]
+
+
+def say(text):
+    """A sentence whose numbers were computed, as Markdown output."""
+    return Markdown(text)
+
+
+# ---------------------------------------------------------------- parity
+
+
+def small_problems(rung):
+    """Problems that a CPU, and Triton's interpreter, finish in seconds: real input first."""
+    length = 512 if not rung.needs_triton else 160
+    minilm = MINILM.replace(B=3 if not rung.needs_triton else 1, Sq=length, Sk=length)
+    problems = [
+        ("MiniLM, real input", minilm),
+        ("MiniLM, causal", minilm.replace(causal=True)),
+        ("noise, float32", AttentionProblem(Hq=4, Hkv=4, Sq=200, Sk=200, D=64, Dv=64, dtype="float32")),
+        ("noise, Sq > Sk, causal", AttentionProblem(Hq=4, Hkv=4, Sq=96, Sk=40, D=32, Dv=32, causal=True)),
+        ("one token", AttentionProblem(Hq=4, Hkv=4, Sq=1, Sk=333, D=64, Dv=64)),
+    ]
+    if "grouped_heads" in rung.features:
+        problems += [
+            ("Qwen3-MoE heads, causal", AttentionProblem(**SHAPES["qwen3-moe"], Sq=48, Sk=80, causal=True)),
+            (
+                "DeepSeek-V2-Lite heads, causal",
+                AttentionProblem(**SHAPES["deepseek-v2-lite"], Sq=64, Sk=64, causal=True),
+            ),
+        ]
+    return problems
+
+
+def parity(number):
+    """Check rung ``number`` on the CPU against the float64 oracle and the rung before; a Markdown table of verdicts."""
+    rung = find(number)
+    before = find(number - 1) if number > 1 else None
+    lines = [
+        f"| input | shapes: q, k, v if unlike k | float64 oracle | {before.name if before else 'previous rung'} |",
+        "|:--|:--|:--|:--|",
+    ]
+    for name, problem in small_problems(rung):
+        q, k, v = problem.make()
+        options = dict(causal=problem.causal, scale=problem.scale)
+        oracle = Oracle(q, k, v, **options)
+        out = rung.attention(q, k, v, **options)
+        verdict = oracle.check(out)
+        if before is None:
+            agrees = "first rung"
+        elif (reason := before.why_not(problem)) is not None:
+            agrees = f"cannot: {reason}"
+        else:
+            agrees = _word(oracle.agree(out, before.attention(q, k, v, **options)))
+        shapes = " ".join(str(tuple(x.shape)) for x in ((q, k) if v.shape == k.shape else (q, k, v)))
+        lines.append(f"| {name}, {problem.dtype} | `{shapes}` | {_word(verdict)} | {agrees} |")
+    return Markdown("\n".join(lines))
+
+
+def _word(verdict):
+    return "within budget" if verdict else f"**FAILS**: {verdict.reason}"
+
+
+# ---------------------------------------------------------------- speed and memory
+
+
+def speed(doc, upto, problems=None):
+    """Recorded milliseconds, TFLOP/s and peak memory of rungs 1 to ``upto`` on some problems, as a Markdown table."""
+    problems = problems or {name: CASES[name] for name in list(CASES)[:2]}
+    lines = [
+        "| problem | rung | ms | TFLOP/s | x the rung before | bytes moved | peak memory | max error / budget |",
+        "|:--|:--|--:|--:|--:|--:|--:|--:|",
+    ]
+    for name, problem in problems.items():
+        last = None
+        for rung in RUNGS[:upto]:
+            found = rows(doc, rung.name, problem)
+            if not found:
+                continue
+            row = found[0]
+            time = row["ms"]["median"]
+            faster = f"{last / time:.2f}" if last else "-"
+            error = f"{row['max_error'] / row['budget']:.2f}" if row.get("budget") else "-"
+            bold = "**" if rung.number == upto else ""
+            lines.append(
+                f"| {name} | {bold}{rung.number:02d} {rung.title}{bold} | {time:.3g} | {row['tflops']:.3g} | {faster} "
+                f"| {plots.size(row['bytes_moved'])} | {plots.size(row['peak_bytes'])} | {error} |"
+            )
+            last = time
+    lines.append(f"\n*{results.caption(doc)}; times are medians.*")
+    return Markdown("\n".join(lines))
+
+
+def speed_bars(doc, upto, problem, *, with_peers=False, note="", title=""):
+    """Recorded times of rungs 1 to ``upto`` (and the peers) on one problem, as a Picture."""
+    entries = [
+        (f"{r.number:02d} {r.title}", ms(doc, r.name, problem), plots.RUNG_COLOURS[r.number])
+        for r in RUNGS[:upto] if rows(doc, r.name, problem)
+    ]  # fmt: skip
+    highlight = entries[-1][0]
+    if with_peers:
+        for row in rows(doc, None, problem):
+            if not row["impl"].startswith("step"):
+                entries.append((implementation_title(row["impl"]), row["ms"]["median"], plots.PALE))
+    spread = max(v for _, v, _ in entries) / min(v for _, v, _ in entries)
+    figure = plots.bars(
+        entries, unit="milliseconds", log=spread > 8, title=title or problem.label(), highlight=highlight,
+        note=f"{note} Medians, {results.caption(doc)}.",
+    )  # fmt: skip
+    return plots.Picture(figure, f"bars: milliseconds of {len(entries)} implementations on {problem.label()}")
+
+
+def against_peers(doc, impl, problems):
+    """Recorded TFLOP/s of ``impl`` and of every peer on some problems, as a Markdown table."""
+    peers = list(
+        dict.fromkeys(
+            row["impl"] for row in doc["rows"] if not row["impl"].startswith("step") and "ms" in row
+        )
+    )
+    lines = [
+        f"| problem | **{implementation_title(impl)}** | {' | '.join(map(implementation_title, peers))} |",
+        "|:--|" + "--:|" * (1 + len(peers)),
+    ]
+    for name, problem in problems.items():
+        speeds = {row["impl"]: row["tflops"] for row in rows(doc, None, problem)}
+        cells = [f"{speeds[p]:.0f}" if p in speeds else "-" for p in peers]
+        lines.append(f"| {name} | **{speeds[impl]:.0f}** | {' | '.join(cells)} |")
+    lines.append(f"\n*TFLOP/s, {results.caption(doc)}.*")
+    return Markdown("\n".join(lines))
+
+
+def memory_picture(upto, lengths=(128, 256, 512, 1024, 2048)):
+    """Peak bytes of the PyTorch rungs 1 to ``upto`` against S, measured here and now on the CPU, as a Picture."""
+    tiles = dict(tile_q=256, tile_k=256)
+    curves = memory_curves(upto, lengths, **tiles)
+    growth = {number: peaks[-1] / peaks[-2] for _, _, peaks, number in curves}
+    note = (
+        f"Measured on this CPU: 4 heads of 32 in float16, tiles of {tiles['tile_q']} x {tiles['tile_k']}. Look at the slopes: "
+        "S x S multiplies by 4 whenever S doubles; a tile does not grow at all, and an output doubles."
+    )
+    factors = ", ".join(f"{find(n).name} x {factor:.1f}" for n, factor in growth.items())
+    return plots.Picture(
+        plots.memory_curves(curves, note=note),
+        f"peak memory when S doubles from {lengths[-2]} to {lengths[-1]}: {factors}",
+    )
+
+
+def memory_curves(upto, lengths, **tiles):
+    """(label, [S], [peak bytes], number) of each PyTorch rung up to ``upto``, measured on the CPU."""
+    curves = []
+    for rung in [r for r in RUNGS[:upto] if not r.needs_triton]:
+        options, peaks = tiles if rung.number > 1 else {}, []
+        for s in lengths:
+            inputs = AttentionProblem(Hq=4, Hkv=4, Sq=s, Sk=s, D=32, Dv=32).make()
+            peaks.append(
+                memory.peak_bytes(
+                    lambda q, k, v, run=rung.attention, options=options: run(q, k, v, **options), *inputs
+                )
+            )
+        curves.append((f"{rung.number:02d} {rung.title}", list(lengths), peaks, rung.number))
+    return curves
+
+
+def recorded_memory(doc, upto):
+    """Recorded peak bytes of rungs 1 to ``upto`` against S, one dense sequence of 16 heads of 128, as a Picture."""
+    curves = []
+    for rung in RUNGS[:upto]:
+        found = {
+            row["case"]["Sq"]: row["peak_bytes"]
+            for row in results.select(doc, rung.name, B=1, causal=False, input=None, **SHAPES["plain"])
+            if "peak_bytes" in row
+        }
+        lengths = sorted(found)
+        curves.append((f"{rung.number:02d} {rung.title}", lengths, [found[s] for s in lengths], rung.number))
+    longest = max(curves[0][1]), max(max(c[1]) for c in curves)
+    note = f"One sequence, 16 heads of 128, bf16; {results.caption(doc)}."
+    if longest[0] < longest[1]:
+        note += f" Look at where the first line ends: beyond {plots.tokens(longest[0])} tokens step 01 ran out of memory."
+    return plots.Picture(
+        plots.memory_curves(curves, note=note), f"recorded peak memory of {len(curves)} rungs"
+    )
+
+
+def compared(old, new, pairs):
+    """A Markdown table of lines that do the same in two rungs.
+
+    Raises:
+        ValueError: a line is not in the source of its function, so that the table cannot go stale.
+    """
+    from ladder.chapters.source import source_of, where
+
+    sources = source_of(old), source_of(new)
+    lines = [f"| {where(old)} | {where(new)} | |", "|:--|:--|:--|"]
+    for left, right, what in pairs:
+        for line, source, function in ((left, sources[0], old), (right, sources[1], new)):
+            if line and line not in source:
+                raise ValueError(f"line {line!r} is not in {where(function)}")
+        cells = (f"`{line}`".replace("|", "\\|") if line else "" for line in (left, right))
+        lines.append(f"| {' | '.join(cells)} | {what} |")
+    return Markdown("\n".join(lines))
+
+
+def lesson_compiles():
+    """What the compiler makes of step 05 in a few settings, as a Markdown table of verdicts; needs no GPU.
+
+    Runs in a process of its own, because this one may have Triton's interpreter on.
+    """
+    command = [sys.executable, "-m", "ladder.lab.compile.sweep", "--lesson"]
+    done = subprocess.run(command, env=_without_interpreter(), capture_output=True, text=True, check=True)
+    lines = ["| processor | elements | tile, warps | products run on | spills |", "|:--|:--|:--|:--|:--|"]
+    for row in map(json.loads, done.stdout.splitlines()):
+        case = row["case"]
+        unit = (
+            "wgmma (`HGMMA`)"
+            if row["hgmma"]
+            else "older tensor cores (`HMMA`)"
+            if row["hmma"]
+            else "ordinary multipliers (`FFMA`)"
+        )
+        spills = "**yes**" if row["spill_loads"] + row["spill_stores"] + row["local"] else "no"
+        precision = f", {case['precision']}" if case["dtype"] == "float32" else ""
+        tile = f"{case['BLOCK_M']} x {case['BLOCK_N']}, {case['num_warps']}"
+        lines.append(f"| {case['target']} | {case['dtype']}{precision} | {tile} | {unit} | {spills} |")
+    return Markdown("\n".join(lines))

@@ -1,0 +1,1 @@
+"""Chapter 09: profile and decide."""

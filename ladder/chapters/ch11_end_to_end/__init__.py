@@ -1,0 +1,1 @@
+"""Chapter 11: a model served end to end."""

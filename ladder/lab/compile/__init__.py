@@ -1,0 +1,1 @@
+"""Compile the ladder's kernels for GPUs that are not there."""
