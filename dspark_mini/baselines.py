@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .load import check_load
+from .checks import check_load
 from .placement import Placement, _count_rows, _pack, _replicate
 
 __all__ = ["contiguous", "equal_split", "least_loaded", "replicate_and_pack", "round_robin"]

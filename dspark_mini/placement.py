@@ -25,7 +25,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .load import balancedness, check_integer, check_load, check_number
+from .checks import check_integer, check_load, check_number
+from .load import balancedness
 
 __all__ = ["Move", "Placement", "place", "rebalance", "shrink"]
 

@@ -45,7 +45,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .load import INT64, check_integer, check_number
+from .checks import INT64, check_integer, check_number
 from .topology import Topology
 
 __all__ = ["Plan", "Request", "Worker", "plan_batch"]

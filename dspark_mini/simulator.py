@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import baselines
-from .load import check_number
+from .checks import check_number
 from .placement import place
 from .planner import Request, Worker, plan_batch
 from .split import gpu_tokens, split_batch, split_bound
