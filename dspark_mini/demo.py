@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from . import baselines
-from .dispatch import Experts, _gather, moe_forward, moe_reference
+from .dispatch import _gather, moe_forward
+from .experts import Experts, moe_reference
 from .launch import connect, run_ranks
 from .load import balancedness
 from .placement import place

@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from . import baselines, simulator
 from .demo import prepare
-from .dispatch import Experts, _all_to_all, _gather, migrate, moe_forward
+from .dispatch import _all_to_all, _gather, migrate, moe_forward
+from .experts import Experts
 from .launch import connect
 from .load import balancedness
 from .placement import Placement, moves_between, place, rebalance

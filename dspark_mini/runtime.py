@@ -39,16 +39,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .dispatch import (
-    ExchangeError,
-    Experts,
-    _gather,
-    by_rows,
-    migrate,
-    moe_forward,
-    moe_reference,
-    row_matmul,
-)
+from .dispatch import ExchangeError, _gather, migrate, moe_forward
+from .experts import Experts, by_rows, moe_reference, row_matmul
 from .launch import connect
 from .load import LoadTracker
 from .placement import Placement, moves_between, place, rebalance, rebuild
