@@ -39,7 +39,7 @@ from torch import Tensor
 
 from .experts import _weighted_sum
 from .load import count_tokens
-from .split import assign_sources, gpu_tokens, split_batch
+from .split import assign_sources, split_batch
 
 __all__ = [
     "ExchangeError",
@@ -348,8 +348,3 @@ def migrate(experts, moves, placement, *, group=None):
             experts.weights[layer, slot] = row
             experts.held[layer, slot] = move.expert
     return received
-
-
-def layer_gpu_tokens(counts, placement, layer, split=split_batch):
-    """Tokens per GPU (gpus,) int64 that `split` gives for a batch's counts (experts,)."""
-    return gpu_tokens(split(counts, placement, layer), placement)
