@@ -1,4 +1,4 @@
-"""Checks of what a caller hands in: each returns the value in its plain form, or raises a ValueError that names it."""
+"""Checks of what a caller hands in: each returns it in its plain form, or raises a ValueError that names it."""
 
 from __future__ import annotations
 
