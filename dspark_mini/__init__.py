@@ -14,8 +14,10 @@ import torch; `python -m dspark_mini` is the command line.
 
 from .kv_pool import KVPool, OutOfPages, PoolStats
 from .load import LoadTracker, balancedness, count_tokens
-from .placement import Move, Placement, place, rebalance, shrink
+from .place import place
+from .placement import Move, Placement
 from .planner import Plan, Request, Worker, plan_batch
+from .rebalance import rebalance, shrink
 from .split import assign_sources, gpu_tokens, split_batch, split_bound
 from .topology import Link, Topology
 from .trace import Trace, bundled_trace, generate_trace, read_counts, read_trace

@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from .checks import check_load
-from .placement import Placement, _count_rows, _pack, _replicate
+from .place import _pack
+from .placement import Placement, _count_rows, _replicate
 
 __all__ = ["contiguous", "equal_split", "least_loaded", "replicate_and_pack", "round_robin"]
 

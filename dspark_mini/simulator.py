@@ -21,7 +21,7 @@ import numpy as np
 
 from . import baselines
 from .checks import check_number
-from .placement import place
+from .place import place
 from .planner import Request, Worker, plan_batch
 from .split import gpu_tokens, split_batch, split_bound
 from .topology import Topology
