@@ -10,7 +10,8 @@ import torch
 from . import backends
 from .kv_pool import PagePool
 from .layers import MOST_ROWS, HostCopy
-from .runner import GRAPH_RESERVE, MemoryPlan, Runner, device_memory
+from .memory import GRAPH_RESERVE, MemoryPlan, device_memory
+from .runner import Runner
 from .sampling import SamplingParams, sample
 from .scheduler import Request, Scheduler
 
