@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from . import baselines, files
-from .placement import place
+from .place import place
 from .topology import Topology
 from .trace import bundled_trace, generate_trace, read_counts, read_trace
 

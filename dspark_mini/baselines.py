@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from .load import check_load
-from .placement import Placement, _count_rows, _pack, _replicate
+from .checks import check_load
+from .place import _pack
+from .placement import Placement, _count_rows, _replicate
 
 __all__ = ["contiguous", "equal_split", "least_loaded", "replicate_and_pack", "round_robin"]
 

@@ -23,8 +23,9 @@ from scipy.optimize import linprog
 
 from . import baselines, simulator
 from .load import balancedness
-from .placement import place, rebalance
+from .place import place
 from .planner import Request, Worker, _Problem, plan_batch
+from .rebalance import rebalance
 from .split import gpu_tokens, split_batch, split_bound
 from .topology import Topology
 from .trace import bundled_trace, generate_trace, r1_like_load, read_trace, shift_load

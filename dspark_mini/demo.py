@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 from . import baselines
-from .dispatch import Experts, _gather, moe_forward, moe_reference
+from .dispatch import _gather, moe_forward
+from .experts import Experts, moe_reference
 from .launch import connect, run_ranks
 from .load import balancedness
-from .placement import place
+from .place import place
 from .runtime import Job, ModelConfig, Options, reference_outputs, serve
 from .split import split_batch
 from .trace import bundled_trace, generate_trace, read_trace

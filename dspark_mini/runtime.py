@@ -39,20 +39,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .dispatch import (
-    ExchangeError,
-    Experts,
-    _gather,
-    by_rows,
-    migrate,
-    moe_forward,
-    moe_reference,
-    row_matmul,
-)
+from .dispatch import ExchangeError, _gather, migrate, moe_forward
+from .experts import Experts, by_rows, moe_reference, row_matmul
 from .launch import connect
 from .load import LoadTracker
-from .placement import Placement, moves_between, place, rebalance, rebuild
+from .place import place
+from .placement import Placement, moves_between
 from .planner import Request, Worker, plan_batch
+from .rebalance import rebalance, rebuild
 from .topology import Topology
 
 __all__ = ["Job", "Model", "ModelConfig", "Options", "Runtime", "reference_outputs", "serve"]

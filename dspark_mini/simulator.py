@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import baselines
-from .load import check_number
-from .placement import place
+from .checks import check_number
+from .place import place
 from .planner import Request, Worker, plan_batch
 from .split import gpu_tokens, split_batch, split_bound
 from .topology import Topology

@@ -27,7 +27,7 @@ from collections import deque
 
 import numpy as np
 
-from .load import check_counts, check_integer
+from .checks import check_counts, check_integer
 from .placement import check_placement
 
 __all__ = ["assign_sources", "gpu_tokens", "split_batch", "split_bound"]

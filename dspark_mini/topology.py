@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .load import check_integer, check_number
+from .checks import check_integer, check_number
 
 __all__ = ["Link", "Topology"]
 

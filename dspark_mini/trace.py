@@ -29,8 +29,8 @@ from pathlib import Path
 
 import numpy as np
 
+from .checks import check_load
 from .files import write_whole
-from .load import check_load
 
 __all__ = [
     "Trace",

@@ -682,7 +682,7 @@ def test_a_model_that_cannot_be_is_refused(make, message):
 
 
 def test_the_whole_model_does_not_fit_here_and_says_so(monkeypatch):
-    monkeypatch.setattr("ladder.engine.engine.device_memory", lambda device: (24 << 30, 0))
+    monkeypatch.setattr("ladder.engine.memory.device_memory", lambda device: (24 << 30, 0))
     spec = find("deepseek-v2-lite")
     assert abs(spec.parameters / 15.7e9 - 1) < 0.01
     assert spec.token_bytes(torch.bfloat16) == 576 * 27 * 2

@@ -358,15 +358,15 @@ JOBS = {"parity": parity_jobs, "engine": engine_jobs, "four_way": four_way_jobs}
 
 def dispatch(ranks, device, path, seconds):
     """Rows of part ``dispatch``."""
+    from dspark_mini.bench_multi_gpu import dispatch_rank
     from dspark_mini.launch import run_ranks
-    from dspark_mini.measure import dispatch_rank
 
     sizes = SMALL["sizes"] if device == "cpu" else {}
     run_ranks(dispatch_rank, ranks, device, sizes, path, timeout_s=seconds)
 
 
 def dispatch_row(report, ranks):
-    """A report of ``dspark_mini.measure`` as a results row."""
+    """A report of ``dspark_mini.bench_multi_gpu`` as a results row."""
     what = report["what"]
     impl = {"link": "all_to_all", "layer": report.get("impl"), "migration": "migrate"}[what]
     names = ("what", "routing", "source", "impl", "layers", "slots", "tokens_per_rank", "kind")

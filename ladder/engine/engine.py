@@ -3,7 +3,7 @@
 import operator
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,8 +13,9 @@ from . import backends
 from .checks import check_number
 from .kv_pool import PagePool
 from .layers import MOST_ROWS, HostCopy
+from .memory import gib, plan_memory
 from .models import Spec
-from .runner import GRAPH_RESERVE, MemoryPlan, Runner, device_memory
+from .runner import Runner
 from .sampling import SamplingParams, sample
 from .scheduler import Request, Scheduler
 
@@ -91,52 +92,25 @@ class Engine:
         self.spec, self.backend, self.device, self.dtype = spec, attention, device, dtype
         self.mem_fraction = mem_fraction
 
-        longest = max_len or spec.config.context
-        if kv_tokens is not None and max_len is None:
-            longest = min(longest, kv_tokens)
-        chunk_tokens = min(chunk_tokens, max_seqs * longest)
-        # Who reads contiguous keys copies a layer's pages of a whole decode batch, which may be all there are.
-        gathers = attention.gathers or spec.latent and not attention.absorbs
-        page_bytes = page_size * (spec.token_bytes(dtype) + (spec.key_bytes(dtype, True) if gathers else 0))
-        total, others = device_memory(device)
-        chunk_keys = max(chunk_keys, chunk_tokens)
-        transient = max(chunk_keys, longest) * spec.key_bytes(dtype, attention.gathers)
-        scratch = [attention.scratch_bytes(chunk_tokens, n, spec.local.num_heads, dtype.itemsize) for n in (longest, min(longest, chunk_tokens))]
-        transient += scratch[0]
-        weights = spec.parameters * dtype.itemsize
-        reserve = GRAPH_RESERVE if device.type == "cuda" else 0
-        least = MemoryPlan(total, mem_fraction, others, weights, transient, reserve, page_bytes)
-        wanted = 2 if kv_tokens is None else -(-kv_tokens // page_size) + 1
-        if least.pages < wanted:
-            raise ValueError(
-                f"engine: {spec.name} needs {_gib(weights)} for weights, {_gib(transient)} for a prefill step of {chunk_tokens} tokens "
-                f"on {longest} keys and {_gib(wanted * page_bytes)} for the KV pool; {mem_fraction:g} of {_gib(total)} without the "
-                f"{_gib(others)} in use leaves {_gib(max(0, total * mem_fraction - others))}. "
-                "Want a larger --mem-fraction, a smaller --max-len or --chunk-tokens, or more memory"
-            )
+        needs = plan_memory(
+            spec, attention, device, dtype, mem_fraction=mem_fraction, kv_tokens=kv_tokens, max_len=max_len, max_seqs=max_seqs,
+            chunk_tokens=chunk_tokens, chunk_keys=chunk_keys, page_size=page_size,
+        )  # fmt: skip
+        chunk_tokens, chunk_keys = needs.chunk_tokens, needs.chunk_keys
         where = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
         source = f"weights of {spec.source.name}" if spec.source else "random weights"
         self.log(f"model {spec.name}, {source}, {spec.parameters / 1e6:,.1f} M parameters, {str(dtype).removeprefix('torch.')} on {where}")
         model = spec.load(dtype, device, progress)
         self.runner = Runner(
-            model, attention, spec, device=device, dtype=dtype, page_size=page_size, max_len=longest, max_seqs=max_seqs,
+            model, attention, spec, device=device, dtype=dtype, page_size=page_size, max_len=needs.longest, max_seqs=max_seqs,
             cuda_graphs=cuda_graphs,
         )  # fmt: skip
-        # A step looks at more keys than the measured one when its prompts are partly cached.
-        more = max(0, max(chunk_keys, longest) - chunk_tokens) * spec.key_bytes(dtype, attention.gathers) + scratch[0] - scratch[1]
-        activations = self.runner.measure(chunk_tokens) + more if device.type == "cuda" else transient
-        self.plan = MemoryPlan(total, mem_fraction, others, weights, activations, reserve, page_bytes)
-        most = max_seqs * -(-longest // page_size) + 1
-        pages = wanted if kv_tokens is not None else most
+        activations = self.runner.measure(chunk_tokens) + needs.unmeasured if device.type == "cuda" else needs.plan.activations
+        self.plan = replace(needs.plan, activations=activations)
         room = self.parallel.least(self.plan.pages) if self.parallel else self.plan.pages  # all ranks' books are the same
-        if pages > room:
-            if kv_tokens is not None:
-                raise ValueError(f"engine: kv_tokens is {kv_tokens}; want at most {(room - 1) * page_size}, what memory leaves")
-            pages = room
-        if pages < 2:
-            raise ValueError(f"engine: {_gib(activations)} of activations leave no memory for the KV pool; want a smaller --chunk-tokens")
+        pages = needs.pool_pages(room, activations)
         self.pool = PagePool(pages, page_size)
-        self.max_len = min(longest, self.pool.tokens)
+        self.max_len = min(needs.longest, self.pool.tokens)
         self.runner.allocate(pages)
         self.scheduler = Scheduler(
             self.pool, max_seqs=max_seqs, chunk_tokens=chunk_tokens, chunk_keys=chunk_keys, decode_every=decode_every
@@ -155,8 +129,8 @@ class Engine:
                  + (", decode as CUDA graphs" if self.runner.captures else ""))  # fmt: skip
         self.log(
             f"KV pool {self.pool.tokens:,} tokens in {pages - 1:,} pages of {page_size}, {self.runner.cache.nbytes:,} bytes "
-            f"({_gib(self.runner.cache.nbytes)}, {spec.token_bytes(dtype):,} bytes a token); weights {_gib(weights)}, "
-            f"activations {_gib(activations)}, {mem_fraction:g} of {_gib(total)}"
+            f"({gib(self.runner.cache.nbytes)}, {spec.token_bytes(dtype):,} bytes a token); weights {gib(self.plan.weights)}, "
+            f"activations {gib(activations)}, {mem_fraction:g} of {gib(self.plan.total)}"
         )
 
     def submit(self, prompt, params=SamplingParams()):
@@ -369,7 +343,3 @@ def check_prompt(prompt, vocab):
         wrong = next(t for t in tokens if not 0 <= t < vocab)
         raise ValueError(f"engine: prompt holds token {wrong}; want 0 .. {vocab - 1}")
     return tokens
-
-
-def _gib(number):
-    return f"{number / 2**30:,.2f} GiB"

@@ -1,8 +1,6 @@
-"""One step of a model on a device: batches of requests as tensors, decode as CUDA graphs, and the memory plan."""
+"""One step of a model on a device: batches of requests as tensors, and decode as CUDA graphs."""
 
 import functools
-import os
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,38 +11,7 @@ from .layers import tune_experts
 from .sampling import SamplingParams, sample
 from .scheduler import Request
 
-GRAPH_RESERVE = 512 << 20  # bytes kept back for captured graphs and what the allocator cannot use
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)  # rows of a captured decode
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Where the bytes go. ``total`` of the device, ``fraction`` of it ours, ``others`` taken before we came."""
-
-    total: int
-    fraction: float
-    others: int
-    weights: int
-    activations: int
-    reserve: int
-    page_bytes: int
-
-    @property
-    def pool(self):
-        """Bytes left for the KV pool."""
-        return int(self.total * self.fraction) - self.others - self.weights - self.activations - self.reserve
-
-    @property
-    def pages(self):
-        return max(0, self.pool // self.page_bytes)
-
-
-def device_memory(device):
-    """(total, taken) bytes of a device; of a CPU, what the system could give now."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return total, total - free
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"), 0
 
 
 def serving(method):

@@ -10,17 +10,10 @@ import torch.distributed as dist
 
 from dspark_mini import Placement, place
 from dspark_mini.baselines import contiguous, equal_split
-from dspark_mini.dispatch import (
-    ExchangeError,
-    Experts,
-    exchange_rows,
-    migrate,
-    moe_forward,
-    moe_reference,
-    plan_exchange,
-)
+from dspark_mini.dispatch import ExchangeError, exchange_rows, migrate, moe_forward, plan_exchange
+from dspark_mini.experts import Experts, moe_reference
 from dspark_mini.launch import connect
-from dspark_mini.placement import rebalance
+from dspark_mini.rebalance import rebalance
 
 EXPERTS, TOP_K, DIM, HIDDEN = 16, 3, 24, 20
 

@@ -7,7 +7,8 @@ import pytest
 import ranks as rank_code
 import torch
 
-from dspark_mini.dispatch import _mark, expert_mlp, make_expert, row_matmul
+from dspark_mini.dispatch import _mark
+from dspark_mini.experts import expert_mlp, make_expert, row_matmul
 from dspark_mini.launch import RanksFailed, run_ranks
 from dspark_mini.runtime import Job, ModelConfig, Options, reference_outputs, serve
 

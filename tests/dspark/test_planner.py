@@ -10,7 +10,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from dspark_mini import Link, Request, Topology, Worker, plan_batch
 from dspark_mini import planner as planner_module
-from dspark_mini.planner import _list_schedule, _lower_bound, _Problem
+from dspark_mini.list_schedule import _list_schedule
+from dspark_mini.planner import _lower_bound, _Problem
 
 TOPOLOGY = Topology(2, 2)
 

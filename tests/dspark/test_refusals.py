@@ -15,7 +15,7 @@ from dspark_mini import (
     split_batch,
 )
 from dspark_mini.__main__ import main
-from dspark_mini.placement import shrink
+from dspark_mini.rebalance import shrink
 from dspark_mini.topology import Link
 from dspark_mini.trace import generate_trace, read_counts
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from dspark_mini import plots, simulator
 from dspark_mini.load import balancedness
-from dspark_mini.placement import Placement, place
+from dspark_mini.place import place
+from dspark_mini.placement import Placement
 from dspark_mini.split import _balance, _check, _homes, split_bound
 from dspark_mini.topology import Topology
 

@@ -16,8 +16,8 @@ from ladder.chapters import plots
 from ladder.chapters.article import ARTICLE, ARTICLE_CONCURRENCY
 from ladder.chapters.markdown import Markdown
 from ladder.engine.kv_pool import PagePool
+from ladder.engine.memory import GRAPH_RESERVE, MemoryPlan
 from ladder.engine.models import find, tiny_moe
-from ladder.engine.runner import GRAPH_RESERVE, MemoryPlan
 from ladder.engine.sampling import SamplingParams
 from ladder.engine.scheduler import Request, Scheduler
 from ladder.lab import results

@@ -21,10 +21,13 @@ import torch.distributed as dist
 
 from . import baselines, simulator
 from .demo import prepare
-from .dispatch import Experts, _all_to_all, _gather, migrate, moe_forward
+from .dispatch import _all_to_all, _gather, migrate, moe_forward
+from .experts import Experts
 from .launch import connect
 from .load import balancedness
-from .placement import Placement, moves_between, place, rebalance
+from .place import place
+from .placement import Placement, moves_between
+from .rebalance import rebalance
 from .split import split_batch
 from .topology import Topology
 from .trace import Trace, bundled_trace, generate_trace
