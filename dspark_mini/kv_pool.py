@@ -18,7 +18,7 @@ import heapq
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from .load import check_integer
+from .checks import check_integer
 
 __all__ = ["ContiguousPool", "KVPool", "OutOfPages", "PoolStats"]
 
