@@ -44,21 +44,29 @@ def kernel_entry(function):
     NotImplementedError for a tensor whose gradients are recorded, for one with a forward-mode tangent, which would be lost,
     and for any inside ``torch.func`` transforms (vmap, jvp, grad).
     """
+    return _guarded(function, True)
+
+
+def graph_entry(function):
+    """``kernel_entry`` for a function whose arguments may require gradients, because its own code says what becomes of them."""
+    return _guarded(function, False)
+
+
+def _guarded(function, refuses_gradients):
     run = outside_autocast(function)
+    parts = function.__module__.split(".")
+    owner = parts[1] if parts[1].startswith("step") else function.__name__
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        given = (*args, *kwargs.values())
-        recording = torch.is_grad_enabled()
-        transformed = not torch.compiler.is_compiling() and (
-            forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
-        )
-        for place, x in enumerate(given):
+        recording = refuses_gradients and torch.is_grad_enabled()
+        transformed = forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
+        for place, x in enumerate((*args, *kwargs.values())):
             if isinstance(x, torch.Tensor) and (
                 transformed or recording and x.requires_grad or x.layout is not torch.strided or x.is_nested
             ):
                 names = (*list(inspect.signature(function).parameters)[: len(args)], *kwargs)
-                _refuse(f"{function.__module__.split('.')[1]}: {names[place]}", x, recording)
+                _refuse(f"{owner}: {names[place]}", x, recording)
         return run(*args, **kwargs)
 
     return call
@@ -117,6 +125,7 @@ def check_attention(
     for name, tensor, layout in (("q", q, "(B, Hq, Sq, D)"), ("k", k, "(B, Hkv, Sk, D)"), ("v", v, "(B, Hkv, Sk, Dv)")):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{rung}: {name} is a {type(tensor).__name__}; want a torch.Tensor of shape {layout}")
+        check_strided(f"{rung}: {name}", tensor)
         if tensor.ndim != 4:
             raise ValueError(f"{rung}: {name} has shape {tuple(tensor.shape)}; want four dimensions {layout}")
         if tensor.dtype not in dtypes:

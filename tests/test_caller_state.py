@@ -269,3 +269,44 @@ def test_the_differentiable_rung_keeps_its_derivatives():
         grads.append([x.grad for x in arguments.values()])
     for one, other in zip(*grads):
         assert one.abs().sum() > 0 and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["step08_dflash2", "varlen", "decode", "mla_decode", "append", "router", "add_norm", "flash_attn", "flash_attn cached"])
+def test_a_compiled_function_refuses_them_too(name, monkeypatch):
+    """There a derivative came out as zero, without a word."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    entry, make = ENTRIES[name]
+    arguments = make()
+    argument = first_tensor(arguments)
+    x = arguments.pop(argument)
+
+    def derivative(x):
+        return torch.func.jvp(lambda x: tensors_of(entry(**{argument: x}, **arguments), {})[0], (x,), (torch.ones_like(x),))[1]
+
+    with pytest.raises(NotImplementedError, match=f"{argument} is inside a torch.func transform"):
+        torch.compile(derivative, backend="eager")(x)
+    call = torch.compile(lambda x: tensors_of(entry(**{argument: x}, **arguments), {})[0], backend="eager")
+    call(x)
+    with torch.no_grad(), forward_ad.dual_level(), pytest.raises(NotImplementedError, match=f"{argument} has a forward-mode tangent"):
+        call(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+def test_flash_attention_refuses_transforms_before_it_writes():
+    arguments = cached()
+    before = arguments["k_cache"].clone()
+    with pytest.raises(NotImplementedError, match="flash_attn_with_kvcache: k is inside a torch.func transform"):
+        torch.func.grad(lambda k: fa.flash_attn_with_kvcache(**{**arguments, "k": k}).sum())(arguments["k"])
+    with pytest.raises(NotImplementedError, match="flash_attn_func: q is inside"):
+        torch.func.grad(lambda q: fa.flash_attn_func(q, arguments["k_cache"], arguments["v_cache"]).sum())(arguments["q"])
+    assert torch.equal(arguments["k_cache"], before)
+
+
+@pytest.mark.parametrize("kind", ["nested", "jagged", "sparse_coo"])
+@pytest.mark.parametrize("name", [r.name for r in rungs.RUNGS if r.number < 5] + ["step04 varlen"])
+def test_the_first_rungs_want_dense_tensors_too(name, kind):
+    arguments = heads(4, 4) if name != "step04 varlen" else packed()
+    x = arguments["k"]
+    layout = torch.jagged if kind == "jagged" else torch.strided
+    arguments["k"] = x.to_sparse() if kind == "sparse_coo" else torch.nested.nested_tensor(list(x), layout=layout)
+    with pytest.raises(ValueError, match=f"k is a {'nested' if kind != 'sparse_coo' else kind} tensor; want a dense one"):
+        ENTRIES[name][0](**arguments)

@@ -585,3 +585,20 @@ except ImportError as error:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "needs transformers >= 4.57 (pip install transformers)" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "DeepseekV2"])
+@pytest.mark.filterwarnings("default")
+def test_a_mask_with_fewer_columns_than_tokens(name):
+    """A caller who forgets to extend the mask: the tokens that it does not know see what transformers lets them see."""
+    short = LEFT[:, :TOKENS]
+    models = build(name)
+    results = []
+    with torch.inference_mode():
+        for model in models:
+            cache = transformers.DynamicCache(config=model.config)
+            first = model(IDS, attention_mask=short, past_key_values=cache).logits
+            more = model(IDS[:, :2], attention_mask=short, past_key_values=cache).logits
+            results.append((first, more, model(IDS, attention_mask=RIGHT[:, : TOKENS - 3]).logits))
+    torch.testing.assert_close(results[0][1], results[1][1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(results[0][2][0], results[1][2][0], atol=1e-4, rtol=1e-4)

@@ -18,9 +18,13 @@ def check_number(owner, name, value, least=0.0, most=math.inf, *, above=False):
     wanted = f"a number {'above' if above else 'of at least'} {least:g}" + (f", at most {most:g}" if most < math.inf else "")
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{owner}: {name} is {value!r}; want {wanted}")
-    if not (least < value <= most or not above and value == least) or value == math.inf:
-        raise ValueError(f"{owner}: {name} is {value}; want {wanted}")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        number = math.inf
+    if not (least < number <= most or not above and number == least) or number == math.inf:
+        raise ValueError(f"{owner}: {name} is {number:g}; want {wanted}")
+    return number
 
 
 def check_sizes(owner, config, zero=(), names=None):

@@ -7,6 +7,7 @@ Signatures, layouts (batch, seqlen, heads, head size), masks and return values a
 inclusive, -1 is infinite, a row that sees no key is 0 with log-sum-exp -inf. Three differences:
 
 - Forward only. A result may be part of a graph, as in FlashAttention; its backward raises ``NotImplementedError``.
+  ``flash_attn_with_kvcache`` records no graph, there as here.
 - ``qv``, ``attention_chunk``, float8 and its descales raise ``NotImplementedError`` that names the argument.
 - ``learnable_sink`` (FlashAttention-4's name; ``s_aux`` in vLLM's fork): one logit per query head, in the denominator only.
 
@@ -16,7 +17,7 @@ Hints that may change speed but no value are accepted: ``pack_gqa`` (groups are 
 
 import torch
 
-from ladder.contract import check_cu_seqlens, check_flag, check_integer, check_strided
+from ladder.contract import check_cu_seqlens, check_flag, check_integer, check_strided, graph_entry
 from ladder.step06_paged.cache import check_paged
 from ladder.step08_dflash2 import RangeWindows, dflash2_decode
 from ladder.step08_dflash2.attention import RUNG, check_options, dense, paged_prefill, varlen
@@ -31,6 +32,7 @@ MAX_DECODE_TOKENS = 16
 INTEGERS = (torch.int32, torch.int64)
 
 
+@graph_entry
 def flash_attn_func(
     q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
     window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
@@ -77,6 +79,7 @@ def flash_attn_func(
     return (out, lse) if return_attn_probs else out
 
 
+@graph_entry
 def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
     softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
@@ -144,6 +147,7 @@ def flash_attn_varlen_func(
     return (out, lse) if return_attn_probs else out
 
 
+@graph_entry
 def flash_attn_with_kvcache(
     q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
     cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
@@ -275,6 +279,7 @@ def flash_attn_with_kvcache(
     return (out, lse) if return_softmax_lse else out
 
 
+@graph_entry
 def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
     """Merge partial results over disjoint sets of keys.
 
@@ -462,8 +467,8 @@ def _mask(name, causal, window_size, max_seqlen_q, max_seqlen_k):
 
 
 def _sides(name, window_size):
-    """(left, right) of a window, -1 for no bound, from a pair of any kind: tuple, list or tensor."""
-    if isinstance(window_size, torch.Tensor):
+    """(left, right) of a window, -1 for no bound, from a pair of any kind: tuple, list, tensor or array."""
+    if hasattr(window_size, "tolist"):  # a tensor or NumPy's array
         window_size = window_size.tolist()
     if not isinstance(window_size, (tuple, list)):
         raise TypeError(f"{name}: window_size is {window_size!r}; want (left, right)")

@@ -260,6 +260,8 @@ def key_mask(
     ends = torch.as_tensor(filled, device=device).to(torch.int32).expand(batch_size, 1)
     entries = ends[:, :0] if _known(filled) and filled == kv_length else ends
     if attention_mask is not None:
+        if attention_mask.shape[0] != batch_size or causal and _known(q_offset) and attention_mask.shape[1] < q_offset + q_length:
+            return full()  # tokens that the mask does not know: transformers says what they see
         if tracing and window:  # whether there are holes cannot be asked
             return full()
         keys, queries, starts, facts = _padding(attention_mask, causal, q_length, kv_length, q_offset, kv_offset, ends)

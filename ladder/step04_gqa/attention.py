@@ -2,7 +2,7 @@
 
 import torch
 
-from ladder.contract import check_attention, check_cu_seqlens
+from ladder.contract import check_attention, check_cu_seqlens, check_strided
 
 TILE_Q = 4096  # large: every tile costs PyTorch a dozen launches or more
 TILE_K = 256
@@ -95,6 +95,7 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *, causal=False, scale
     for name, tensor, layout in (("q", q, "(total_q, Hq, D)"), ("k", k, "(total_k, Hkv, D)"), ("v", v, "(total_k, Hkv, Dv)")):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{rung}: {name} is a {type(tensor).__name__}; want a torch.Tensor of shape {layout}")
+        check_strided(f"{rung}: {name}", tensor)
         if tensor.ndim != 3:
             raise ValueError(f"{rung}: {name} has shape {tuple(tensor.shape)}; want three dimensions {layout}")
     starts_q = check_cu_seqlens(rung, "cu_seqlens_q", cu_seqlens_q, q.shape[0])

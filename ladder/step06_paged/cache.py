@@ -4,7 +4,7 @@ import numbers
 
 import torch
 
-from ladder.contract import FLOATS, check_integer, check_scale
+from ladder.contract import FLOATS, check_integer, check_scale, check_strided
 
 
 class PagedKVCache:
@@ -103,6 +103,7 @@ class PagedKVCache:
             wanted = ("n", "t", *pages.shape[2:])
             if not isinstance(x, torch.Tensor):
                 raise TypeError(f"PagedKVCache: {name} is a {type(x).__name__}; want a torch.Tensor {wanted}")
+            check_strided(f"PagedKVCache: {name}", x)
             if x.ndim == 0:
                 raise ValueError(f"PagedKVCache: {name} has shape (); want {wanted}")
         seqs = self._check_seqs(seqs, k.shape[0])
@@ -122,7 +123,7 @@ class PagedKVCache:
         needed = sum(max(0, -(-(self.length(s) + new) // self.page_size) - len(self._pages[s])) for s in seqs)
         if needed > len(self._free):
             raise MemoryError(f"PagedKVCache: {new} more tokens need {needed} pages; {len(self._free)} are free")
-        before = [(s, self._lengths[s], len(self._pages[s])) for s in seqs]
+        before, written = [(s, self._lengths[s], len(self._pages[s])) for s in seqs], self.seq_lens.clone()
         try:
             for s in seqs:
                 self.allocate(s, new)
@@ -132,6 +133,7 @@ class PagedKVCache:
                 self._give_back(s, length, held)
             for s, _, held in before:  # the device last: it may be what failed
                 self.block_table[s, held:].fill_(-1)
+            self.seq_lens.copy_(written)
             raise
 
     @torch.inference_mode()

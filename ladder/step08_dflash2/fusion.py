@@ -139,6 +139,8 @@ def _frequencies(dim, theta=None, scaling=None):
         turns = trained * plain / (2 * math.pi)  # of each pair within the trained context
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         return plain * keep + plain / factor * (1 - keep), 1.0
+    if base <= 1:
+        raise ValueError(f"{RUNG}: theta is {base:g}; want more than 1 for type 'yarn', which divides by its logarithm")
     first, last = (
         dim * math.log(trained / (value(name, default) * 2 * math.pi)) / (2 * math.log(base))
         for name, default in (("beta_fast", 32), ("beta_slow", 1))
