@@ -13,7 +13,8 @@ from torch import nn
 
 from ladder.contract import FLOATS, check_flag, check_integer, check_scale, outside_autocast
 
-from .attention import check_options, dflash2_paged_prefill, dflash2_varlen
+from .api import dflash2_decode, dflash2_paged_prefill, dflash2_varlen
+from .checks import check_options
 from .fusion import (
     RUNG,
     check_number,
@@ -203,8 +204,6 @@ class DFlash2AttentionBlock(_Block):
         Raises:
             As the functions that it calls.
         """
-        from .decode import dflash2_decode
-
         self._check_batch(batch)
         normed, residual = fused_add_norm(x, residual, self.input_norm, eps=self.norm_eps)
         q = fused_qkv_rope_append(

@@ -23,7 +23,7 @@ from ladder.contract import (
 from ladder.step06_paged.attention import processors
 from ladder.step07_dflash1 import DecodeWorkspace
 
-from .attention import device_code
+from .dispatch import device_code
 
 RUNG = "step08_dflash2"
 FEW_TOKENS = 64  # rows up to which one launch can do product and epilogue: one tile of rows, so the weight is read once

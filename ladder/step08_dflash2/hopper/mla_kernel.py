@@ -22,15 +22,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gluon_compat import async_load
-from .hopper_decode_kernel import (
+from .decode_kernel import (
     dflash2_decode_cut,
     dflash2_decode_find,
     dflash2_decode_pages,
     dflash2_decode_tell,
     dflash2_decode_tiles,
 )
-from .hopper_kernel import (
+from .gluon_compat import async_load
+from .merge_kernel import dflash2_mla_merge
+from .prefill_kernel import (
     FREE,
     PLACES,
     dflash2_arrive,
@@ -42,7 +43,6 @@ from .hopper_kernel import (
     dflash2_unpack,
     dflash2_wide,
 )
-from .hopper_mla_merge_kernel import dflash2_mla_merge
 
 STAGES = gl.constexpr(2)
 LEFT = gl.constexpr(0)  # pieces of a tile, barriers of their own each: columns 0 .. 256, 256 .. 512, 512 .. 576

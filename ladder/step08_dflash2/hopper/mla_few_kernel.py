@@ -14,15 +14,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gluon_compat import async_load
-from .hopper_decode_kernel import (
+from .decode_kernel import (
     dflash2_decode_cut,
     dflash2_decode_find,
     dflash2_decode_pages,
     dflash2_decode_tell,
     dflash2_decode_tiles,
 )
-from .hopper_kernel import (
+from .gluon_compat import async_load
+from .merge_kernel import dflash2_mla_merge
+from .mla_kernel import PLAIN
+from .prefill_kernel import (
     FREE,
     PLACES,
     dflash2_arrive,
@@ -31,8 +33,6 @@ from .hopper_kernel import (
     dflash2_field,
     dflash2_sync,
 )
-from .hopper_mla_kernel import PLAIN
-from .hopper_mla_merge_kernel import dflash2_mla_merge
 
 KEYS = gl.constexpr(64)
 CHUNK = gl.constexpr(64)  # columns of one copy: a row of the swizzle

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .gluon_compat import async_load
-from .hopper_kernel import (
+from .prefill_kernel import (
     FREE,
     PLACES,
     dflash2_arrive,
