@@ -202,14 +202,14 @@ class Table:
 @pytest.fixture(scope="module")
 def keys_of_tile():
     """``dflash2_keys``, and what it calls, run by Python."""
-    kernel = pytest.importorskip("ladder.step08_dflash2.hopper.prefill_kernel")
+    work = pytest.importorskip("ladder.step08_dflash2.hopper.work")
     scalars = types.SimpleNamespace(
         load=lambda x: x.flat[x.place], where=lambda c, a, b: a if c else b, minimum=min, maximum=max, static_range=range,
         cdiv=lambda a, b: -(-a // b),
     )  # fmt: skip
     names = {"gl": scalars, "NEVER": 1 << 30}
     for name in ("dflash2_range", "dflash2_keys"):
-        function = getattr(kernel, name).fn
+        function = getattr(work, name).fn
         names[name] = types.FunctionType(function.__code__, names, name)
     return names["dflash2_keys"]
 

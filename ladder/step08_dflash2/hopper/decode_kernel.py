@@ -14,18 +14,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .barriers import FREE, PLACES, dflash2_arrive, dflash2_sync
 from .gluon_compat import async_load
-from .prefill_kernel import (
-    FREE,
-    PLACES,
-    dflash2_arrive,
-    dflash2_await_slot,
-    dflash2_clean,
-    dflash2_field,
-    dflash2_pack,
-    dflash2_sync,
-    dflash2_unpack,
-)
+from .prefill_kernel import dflash2_await_slot, dflash2_clean
+from .softmax import dflash2_pack, dflash2_unpack
+from .work import dflash2_field
 
 ROWS = gl.constexpr(64)
 KEYS = gl.constexpr(64)
