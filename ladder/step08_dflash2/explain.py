@@ -73,6 +73,7 @@ def explain(
         lines.append(f"A head of {p.D} is {config['BLOCK_D']} + {config['TAIL_D']} columns, not the next power of two.")
     row_tiles = p.Sq // block_t * p.B + p.B if ragged else -(-p.Sq // block_t) * p.B
     lines.append(f"Programs: {row_tiles * (p.Hq // pack)}, one a tile of queries; no keys are split, so no second pass.")
+
     def visits(mask):
         count, tiles = mask.visited_tiles(p.Sq, p.Sk, False, block_t, block_n, right=right)
         return count, sum(masked for *_, masked in tiles)
