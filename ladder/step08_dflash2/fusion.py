@@ -798,7 +798,7 @@ def _output(name, out, x, shape):
 
 
 def _kernels(x):
-    """The module of kernels, or None where PyTorch computes, as in ``attention.device_code``."""
+    """The module of kernels, or None where PyTorch computes, as in ``dispatch.device_code``."""
     return device_code(x, "fusion_kernel")
 
 

@@ -47,7 +47,7 @@ def pays(head_dim, rows, page_size):
 
 @functools.lru_cache(maxsize=1024)
 def plan_decode(batch, rows, num_kv_heads, capacity, processors, num_kv_splits):
-    """(row tiles, found on the device, slots, splits of a sequence when not, target, most): see ``decode_kernel.dflash2_chunk``."""
+    """(row tiles, found on the device, slots, splits of a sequence when not, target, most): see ``portable.decode_kernel.dflash2_chunk``."""
     row_tiles = -(-rows // TILE)
     tasks = row_tiles * num_kv_heads
     target = max(1, 2 * processors // tasks)  # finer works end more together, and cost more: see TUNING.md

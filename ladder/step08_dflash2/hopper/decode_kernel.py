@@ -45,7 +45,7 @@ def dflash2_decode_add(a, b):
 @gluon.jit
 def dflash2_decode_cut(seq_lens_ptr, batch, capacity, target, most, min_tiles, num_splits, FOUND: gl.constexpr, BLOCK_B: gl.constexpr):
     """(tiles of a split, slots in use, splits of every sequence where all have as many tiles, else 0): how the batch is cut, as
-    ``decode_kernel.dflash2_chunk`` does it. One warp's work.
+    ``portable.decode_kernel.dflash2_chunk`` does it. One warp's work.
     """
     chunk = 1
     each = 0

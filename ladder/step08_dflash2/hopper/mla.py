@@ -40,7 +40,7 @@ def supports_mla(q, latent_cache, out, *, scale, windows=None, softcap=0.0, sche
 
 @functools.lru_cache(maxsize=1024)
 def plan_mla(batch, rows, capacity, processors, num_kv_splits, tile=MLA_TILE):
-    """(row tiles, found on the device, slots, splits of a sequence when not, target, most): see ``decode_kernel.dflash2_chunk``."""
+    """(row tiles, found on the device, slots, splits of a sequence when not, target, most): see ``portable.decode_kernel.dflash2_chunk``."""
     row_tiles = -(-rows // tile)
     target = max(1, processors // row_tiles)
     most = 2 * target
