@@ -17,6 +17,7 @@ from ladder.lab.problem import reference
 from ladder.rungs import find
 from ladder.step08_dflash2 import (
     DecodeWorkspace,
+    api,
     decode,
     decode_bytes_moved,
     dflash2_decode,
@@ -589,7 +590,7 @@ def call_of(name, **changes):
     else:
         x = inputs_of(PROBLEMS["group of 3"])
         arguments = dict(q=x.q, k_cache=x.k_cache, v_cache=x.v_cache)
-    return getattr(decode, name), {**arguments, "block_table": x.block_table, "seq_lens": x.seq_lens, **changes}
+    return getattr(api, name), {**arguments, "block_table": x.block_table, "seq_lens": x.seq_lens, **changes}
 
 
 CALLS = ("dflash2_decode", "dflash2_mla_decode")
