@@ -4,7 +4,7 @@ import pytest
 
 from ladder.bench.variants import CASES, STEPS, configs
 from ladder.lab.problem import AttentionProblem
-from ladder.step08_dflash2.hopper import plan_prefill
+from ladder.step08_dflash2.hopper.prefill import plan_prefill
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,7 +9,7 @@ import torch
 from integration_checks import MASKS, check_dense, check_kvcache, check_varlen, make, oracle
 
 from ladder.integrations import flash_attn as fa
-from ladder.step08_dflash2.decode import get_decode_schedule
+from ladder.step08_dflash2 import get_decode_schedule
 
 CPU = torch.device("cpu")
 

@@ -23,8 +23,8 @@ from ladder.step08_dflash2 import (
     dflash2_varlen,
     eager,
     get_decode_schedule,
-    hopper,
 )
+from ladder.step08_dflash2.hopper import prefill as hopper
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

@@ -49,7 +49,8 @@ def run_case(name):
     from ladder.bench import fusion as bench_fusion
     from ladder.integrations.flash_attn import flash_attn_with_kvcache
     from ladder.lab.decode_problem import DecodeProblem
-    from ladder.step08_dflash2 import Range, RangeWindows, decode, dflash2_attention, fusion, hopper
+    from ladder.step08_dflash2 import Range, RangeWindows, api, dflash2_attention, fusion, get_decode_schedule
+    from ladder.step08_dflash2.hopper import prefill as hopper
 
     launched = set()
     triton.knobs.runtime.launch_enter_hook.add(lambda metadata: launched.add(metadata.get()["name"]))
@@ -88,11 +89,11 @@ def run_case(name):
         args, schedule = (inputs.q, inputs.k_cache, inputs.v_cache, inputs.block_table, inputs.seq_lens), None
         if "schedule" in name:
             sizes = dict(num_heads=32, num_kv_heads=8, head_dim=72, page_size=64, max_seq_len=problem.capacity)
-            schedule = decode.get_decode_schedule(inputs.seq_lens, **sizes)
-        decode.dflash2_decode(*args, schedule=schedule)
+            schedule = get_decode_schedule(inputs.seq_lens, **sizes)
+        api.dflash2_decode(*args, schedule=schedule)
     elif name.startswith("MLA of"):
         problem, inputs = paged(Hq=int(name.split()[2]), **LATENT)
-        decode.dflash2_mla_decode(inputs.q, inputs.k_cache[:, :, 0], inputs.block_table, inputs.seq_lens, scale=problem.scale)
+        api.dflash2_mla_decode(inputs.q, inputs.k_cache[:, :, 0], inputs.block_table, inputs.seq_lens, scale=problem.scale)
     elif name.startswith("QKV"):
         args, options = fused("qkv", 1000, 33, Hq=6, Hkv=2, D=80, rot_dim=20, norms=True)
         fusion.fused_qkv_rope_append(*args, **options, fused="two" not in name)

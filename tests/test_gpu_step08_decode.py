@@ -10,13 +10,13 @@ from test_step08_decode import check_windows, hide, mla
 
 from ladder.lab.decode_problem import DecodeOracle, DecodeProblem, PagedInputs
 from ladder.lab.parity import poison
-from ladder.step08_dflash2 import hopper_decode
-from ladder.step08_dflash2.decode import (
+from ladder.step08_dflash2 import (
     DecodeWorkspace,
     dflash2_decode,
     dflash2_mla_decode,
     get_decode_schedule,
 )
+from ladder.step08_dflash2.hopper import decode as hopper_decode
 from ladder.step08_dflash2.windows import Range, RangeWindows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -228,7 +228,7 @@ def test_compile_whole(mode):
 
 
 def test_one_compile_for_all_lengths():
-    kernel = importlib.import_module("ladder.step08_dflash2.decode_kernel").dflash2_decode
+    kernel = importlib.import_module("ladder.step08_dflash2.portable.decode_kernel").dflash2_decode
 
     def kinds():
         return sum(len(caches[0]) for caches in kernel.device_caches.values())

@@ -24,10 +24,14 @@ from ladder.step08_dflash2 import (
     explain,
     warmup,
 )
-from ladder.step08_dflash2.attention import check_cu, dense, device_code, scale_factors, varlen
-from ladder.step08_dflash2.plan import launch_config
+from ladder.step08_dflash2 import prefill as module
+from ladder.step08_dflash2.api import dense, varlen
+from ladder.step08_dflash2.checks import check_cu
+from ladder.step08_dflash2.dispatch import device_code
+from ladder.step08_dflash2.hopper import prefill as hopper
+from ladder.step08_dflash2.tiles import launch_config, scale_factors
 
-module = importlib.import_module("ladder.step08_dflash2.attention")
+explaining = importlib.import_module("ladder.step08_dflash2.explain")  # whose name in the package is the function's
 WINDOW = WINDOWS["sink 4, window 7"]
 
 
@@ -140,7 +144,7 @@ print(sorted(new & {"triton", "transformers", "matplotlib", "numpy"}), hasattr(t
 @pytest.mark.skipif(ON_GPU, reason="on a GPU nothing falls back")
 def test_dispatch_on_a_cpu(monkeypatch):
     half, brain = torch.empty(0, dtype=torch.float16), torch.empty(0, dtype=torch.bfloat16)
-    assert device_code(half).__name__ == "ladder.step08_dflash2.prefill_kernel"
+    assert device_code(half).__name__ == "ladder.step08_dflash2.portable.prefill_kernel"
     assert device_code(brain) is None  # the interpreter multiplies it wrongly
     monkeypatch.delenv("TRITON_INTERPRET")
     assert device_code(half) is None
@@ -183,7 +187,8 @@ def test_hopper_kernel_is_asked_first(monkeypatch):
             out.fill_(7.0)
             calls.append((scale, max_seqlen_q, cu_seqlens_q is None, cu_seqlens_k is None, block_table is None, seq_lens is None))
 
-    monkeypatch.setattr(module, "hopper_code", lambda device: Hopper)
+    monkeypatch.setattr(module, "hopper_runs", lambda device: True)
+    monkeypatch.setattr(module, "hopper_prefill", Hopper)
     for name, shape, flags in (("attention", (4, False), (None, True, True, True, True)),
                                ("varlen", (3, False), (None, False, False, True, True)),
                                ("paged_prefill", (3, True), (None, False, True, False, False))):  # fmt: skip
@@ -428,8 +433,8 @@ def test_warmup_compiles_what_a_call_launches(path, monkeypatch):
     p = AttentionProblem(Hq=4, Hkv=2, Sq=20, Sk=30, D=16, Dv=16, causal=True)
     launched, configs = [], []
     for name in ("dense", "varlen", "paged_prefill"):
-        real = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, real=real, name=name, **k: launched.append((name, k)) or real(*a, **k))
+        real = getattr(explaining, name)
+        monkeypatch.setattr(explaining, name, lambda *a, real=real, name=name, **k: launched.append((name, k)) or real(*a, **k))
     real_config = module.launch_config
     monkeypatch.setattr(module, "launch_config", lambda *a, **k: configs.append(real_config(*a, **k)) or configs[-1])
     shapes = [p, (p, dict(ragged=True)), (p.replace(Sq=1), dict(page_size=16, sinks=True, windows=WINDOW, softcap=1.0, return_lse=True))]
@@ -498,12 +503,9 @@ def test_prefill_compiles(target):
 
 
 def test_explain_of_decode_on_hopper_names_the_kernel_that_runs(monkeypatch):
-    attention = importlib.import_module("ladder.step08_dflash2.attention")
-    hopper = importlib.import_module("ladder.step08_dflash2.hopper")
-    plan = importlib.import_module("ladder.step08_dflash2.plan")
-    monkeypatch.setattr(attention, "device_code", lambda *_: object())
-    monkeypatch.setattr(attention, "hopper_code", lambda *_: hopper)
-    monkeypatch.setattr(plan, "arch", lambda *_: 90)
+    monkeypatch.setattr(explaining, "device_code", lambda *_: object())
+    monkeypatch.setattr(explaining, "hopper_runs", lambda *_: True)
+    monkeypatch.setattr(explaining, "arch", lambda *_: 90)
     p = DecodeProblem(dtype="bfloat16")
     assert "dflash2_decode_hopper" in explain(p) and "dflash2_decode_hopper" in explain(p, sinks=True)
     assert "faster with this one" in explain(p.replace(D=64, Dv=64))
@@ -518,9 +520,6 @@ def test_explain_of_decode_on_hopper_names_the_kernel_that_runs(monkeypatch):
 @pytest.mark.parametrize("causal", [False, True])
 def test_warmup_on_hopper_compiles_what_the_call_takes(monkeypatch, layout, D, causal):
     """Warp groups, split keys and tiles without masks depend on lengths, which the short launch does not have."""
-    attention = importlib.import_module("ladder.step08_dflash2.attention")
-    hopper = importlib.import_module("ladder.step08_dflash2.hopper")
-    plan = importlib.import_module("ladder.step08_dflash2.plan")
     launched = []
 
     def launch_prefill(q, k, v, out, lse, *, cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, seq_lens=None, max_seqlen_q=None,
@@ -535,9 +534,9 @@ def test_warmup_on_hopper_compiles_what_the_call_takes(monkeypatch, layout, D, c
         assert not found[0]["ALIGNED"] or (keys - rows) % 128 == 0
         launched.append((found[0], found[2] > 1))
 
-    monkeypatch.setattr(attention, "hopper_code", lambda *_: hopper)
+    monkeypatch.setattr(explaining, "hopper_runs", lambda *_: True)
     monkeypatch.setattr(hopper, "launch_prefill", launch_prefill)
-    monkeypatch.setattr(plan, "processors", lambda *_: 132)
+    monkeypatch.setattr(explaining, "processors", lambda *_: 132)
     for B, Sq, Sk in ((1, 1, 4096), (1, 100, 4196), (4, 512, 1000), (8, 900, 1000), (4, 4096, 4096), (1, 128, 32768)):
         p = AttentionProblem(B=B, Hq=32, Hkv=8, Sq=Sq, Sk=Sk, D=D, Dv=D, causal=causal, dtype="bfloat16")
         wanted, _, splits, _, _ = hopper.plan_problem(p, 0 if causal else None, processors=132, **layout)

@@ -15,18 +15,20 @@ from ladder.lab.decode_problem import GARBAGE_PAGES, DecodeOracle, DecodeProblem
 from ladder.lab.parity import nan_allocations
 from ladder.lab.problem import reference
 from ladder.rungs import find
-from ladder.step08_dflash2 import hopper
-from ladder.step08_dflash2.decode import (
+from ladder.step08_dflash2 import (
     DecodeWorkspace,
+    api,
+    decode,
     decode_bytes_moved,
-    decode_config,
     dflash2_decode,
     dflash2_mla_decode,
     get_decode_schedule,
 )
+from ladder.step08_dflash2 import schedule as scheduling
+from ladder.step08_dflash2 import tiles as tiling
+from ladder.step08_dflash2.tiles import decode_config
 from ladder.step08_dflash2.windows import Range, RangeWindows
 
-decode = importlib.import_module("ladder.step08_dflash2.decode")
 SMALL = dict(BLOCK_N=16, min_split_keys=16, most_per_sm=4)  # short sequences cross many tiles and splits
 
 EDGES = {
@@ -96,12 +98,12 @@ def test_wide_offsets_give_the_same_numbers(monkeypatch):
 def plan_of(batch, capacity, config=(), q_len=1, kv_heads=2, **changes):
     options = dict(page_size=16, itemsize=2, arch=90, num_processors=132, latent=False, num_kv_splits=None, reach=1 << 30)
     options.update(changes)
-    return decode._plan(batch, q_len, 4, kv_heads, 128, 128, options.pop("page_size"), capacity, config=config or None, **options)
+    return tiling.plan_decode(batch, q_len, 4, kv_heads, 128, 128, options.pop("page_size"), capacity, config=config or None, **options)
 
 
 def parts_of(plan, lengths, capacity, windows=None, q_len=1):
     schedule = torch.full((plan.num_slots, 4), 99, dtype=torch.int32)
-    decode._fill_schedule(schedule, torch.tensor(lengths, dtype=torch.int32), q_len, capacity, windows, plan)
+    scheduling.fill_schedule(schedule, torch.tensor(lengths, dtype=torch.int32), q_len, capacity, windows, plan)
     return schedule
 
 
@@ -150,7 +152,7 @@ def test_equal_lengths_that_fill_the_chip_are_not_split():
 
 def test_a_batch_too_short_to_split_needs_no_schedule():
     plan = plan_of(7, 256)
-    assert plan.kind == decode.FIXED and plan.num_slots == 7
+    assert plan.kind == tiling.FIXED and plan.num_slots == 7
     assert plan_of(7, 1 << 20, reach=200).num_slots == 7  # a window keeps it short
     assert plan_of(7, 1 << 20, num_kv_splits=3).num_slots == 21
 
@@ -158,11 +160,11 @@ def test_a_batch_too_short_to_split_needs_no_schedule():
 @pytest.mark.parametrize("at_a_time", (1024, 4))
 @pytest.mark.parametrize("name", ("none", "sink 4, window 7", "local but for the last 7", "two ranges and a gap"))
 def test_the_kernel_finds_what_the_formula_says(name, at_a_time, monkeypatch):
-    monkeypatch.setattr(decode, "SEQUENCES_AT_A_TIME", at_a_time)  # 4: the search goes over the batch in several steps
+    monkeypatch.setattr(tiling, "SEQUENCES_AT_A_TIME", at_a_time)  # 4: the search goes over the batch in several steps
     lengths = torch.tensor([0, 300, 512, 40, -1, 999], dtype=torch.int32, device=DEVICE)
     shape = dict(num_heads=4, num_kv_heads=2, head_dim=32, page_size=16, max_seq_len=512, q_len=2, config=SMALL, windows=WINDOWS[name])
     found = get_decode_schedule(lengths, **shape)
-    monkeypatch.setattr(decode, "device_code", lambda *_: None)
+    monkeypatch.setattr(scheduling, "device_code", lambda *_: None)
     wanted = get_decode_schedule(lengths.cpu(), **shape) if not ON_GPU else None
     if wanted is not None:
         live = wanted[:, 0] >= 0
@@ -229,7 +231,7 @@ def test_nothing_is_allocated_with_out_and_workspace(latent):
     options.update(workspace=DecodeWorkspace(DEVICE), config=SMALL, windows=WINDOWS["sink 4, window 7"])
     options["sinks"] = torch.zeros(x.q.shape[2], device=DEVICE)
     out = call(*args, **options)
-    kernels = importlib.import_module("ladder.step08_dflash2.decode_kernel")
+    kernels = importlib.import_module("ladder.step08_dflash2.portable.decode_kernel")
     with mock.patch.object(kernels, "dflash2_decode", mock.MagicMock()) as launched, Allocations() as log:
         assert call(*args, **options, out=out).data_ptr() == out.data_ptr()
     assert launched.__getitem__.call_count == 1 and log.made == []
@@ -292,7 +294,7 @@ def test_a_table_without_pages_is_not_looked_at(latent):
     call, caches = (dflash2_mla_decode, [cache[:, :, 0]]) if latent else (dflash2_decode, [cache, cache])
     with (
         mock.patch.object(decode, "check_paged", lambda *a, scale, **_: scale),
-        mock.patch.object(decode, "hopper_code", lambda _: hopper), mock.patch.object(hopper, "launch_mla") as launch_mla,
+        mock.patch.object(decode, "hopper_runs", lambda _: True), mock.patch.object(decode.hopper_mla, "launch_mla") as launch_mla,
         mock.patch.object(decode.hopper_decode, "launch_decode") as launch_decode,
     ):  # fmt: skip
         call(q, *caches, torch.zeros(2, 1, dtype=torch.int32, device=DEVICE), lens, **options)
@@ -509,7 +511,7 @@ def test_the_eager_path(dtype, monkeypatch):
 def test_importing_and_the_eager_path_leave_triton_alone():
     code = """
 import sys, torch
-from ladder.step08_dflash2.decode import dflash2_decode, get_decode_schedule
+from ladder.step08_dflash2 import dflash2_decode, get_decode_schedule
 q, cache = torch.ones(1, 2, 16, dtype=torch.bfloat16), torch.ones(2, 16, 1, 16, dtype=torch.bfloat16)
 table, lens = torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
 get_decode_schedule(lens, num_heads=2, num_kv_heads=1, head_dim=16, page_size=16, max_seq_len=32)
@@ -588,7 +590,7 @@ def call_of(name, **changes):
     else:
         x = inputs_of(PROBLEMS["group of 3"])
         arguments = dict(q=x.q, k_cache=x.k_cache, v_cache=x.v_cache)
-    return getattr(decode, name), {**arguments, "block_table": x.block_table, "seq_lens": x.seq_lens, **changes}
+    return getattr(api, name), {**arguments, "block_table": x.block_table, "seq_lens": x.seq_lens, **changes}
 
 
 CALLS = ("dflash2_decode", "dflash2_mla_decode")

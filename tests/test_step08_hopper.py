@@ -1,5 +1,6 @@
 """The Hopper kernels without a Hopper: what they take, how they are launched, and (on a GPU) that they are right."""
 
+import importlib
 import json
 import os
 import random
@@ -13,7 +14,12 @@ import torch
 
 from ladder.lab.compile import matrix as compile_matrix
 from ladder.lab.problem import AttentionProblem
-from ladder.step08_dflash2 import Range, RangeWindows, eager, explain, hopper, hopper_decode, warmup
+from ladder.step08_dflash2 import Range, RangeWindows, eager, explain, warmup
+from ladder.step08_dflash2.hopper import decode as hopper_decode
+from ladder.step08_dflash2.hopper import mla as hopper_mla
+from ladder.step08_dflash2.hopper import prefill as hopper
+
+explaining = importlib.import_module("ladder.step08_dflash2.explain")  # whose name in the package is the function's
 
 BF16 = torch.bfloat16
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -50,10 +56,10 @@ def test_out_and_pages_are_looked_at_too():
 def test_mla_is_built_for_deepseek():
     q, cache = torch.empty(2, 1, 16, 576, dtype=BF16), torch.empty(9, 64, 576, dtype=BF16)
     out = torch.empty(2, 1, 16, 512, dtype=BF16)
-    assert hopper.supports_mla(q, cache, out, scale=0.1) is None
-    assert "576/512" in hopper.supports_mla(q[..., :320], cache[..., :320], out[..., :256], scale=0.1)
-    assert "portable" in hopper.supports_mla(q, cache, out, scale=0.1, softcap=3.0)
-    assert "page_size 8" in hopper.supports_mla(q, cache[:, :8], out, scale=0.1)
+    assert hopper_mla.supports_mla(q, cache, out, scale=0.1) is None
+    assert "576/512" in hopper_mla.supports_mla(q[..., :320], cache[..., :320], out[..., :256], scale=0.1)
+    assert "portable" in hopper_mla.supports_mla(q, cache, out, scale=0.1, softcap=3.0)
+    assert "page_size 8" in hopper_mla.supports_mla(q, cache[:, :8], out, scale=0.1)
 
 
 @pytest.mark.parametrize("head_dim", (8, 40, 64, 72, 96, 112, 128, 160, 192, 256))
@@ -196,14 +202,14 @@ class Table:
 @pytest.fixture(scope="module")
 def keys_of_tile():
     """``dflash2_keys``, and what it calls, run by Python."""
-    hopper_kernel = pytest.importorskip("ladder.step08_dflash2.hopper_kernel")
+    work = pytest.importorskip("ladder.step08_dflash2.hopper.work")
     scalars = types.SimpleNamespace(
         load=lambda x: x.flat[x.place], where=lambda c, a, b: a if c else b, minimum=min, maximum=max, static_range=range,
         cdiv=lambda a, b: -(-a // b),
     )  # fmt: skip
     names = {"gl": scalars, "NEVER": 1 << 30}
     for name in ("dflash2_range", "dflash2_keys"):
-        function = getattr(hopper_kernel, name).fn
+        function = getattr(work, name).fn
         names[name] = types.FunctionType(function.__code__, names, name)
     return names["dflash2_keys"]
 
@@ -243,18 +249,18 @@ def test_no_row_of_v_that_nobody_sees_counts_as_seen(keys_of_tile, seed):
 
 
 def test_mla_gives_a_small_batch_to_the_whole_chip():
-    row_tiles, found, slots, *_ = hopper.plan_mla(1, 16, 32768, 132, None)
+    row_tiles, found, slots, *_ = hopper_mla.plan_mla(1, 16, 32768, 132, None)
     assert (row_tiles, found) == (1, True) and slots >= 128
-    assert hopper.plan_mla(8, 128, 4096, 132, 3)[:4] == (2, False, 24, 3)
-    assert hopper.plan_mla(4, 16, 64, 132, None)[1:3] == (False, 4)
+    assert hopper_mla.plan_mla(8, 128, 4096, 132, 3)[:4] == (2, False, 24, 3)
+    assert hopper_mla.plan_mla(4, 16, 64, 132, None)[1:3] == (False, 4)
 
 
 def test_no_more_splits_are_planned_than_a_sequence_has_tiles():
     """Each would be a slot of the workspace, and the first tile of one that is left over would not fit 32 bits."""
     for capacity, tiles in ((0, 1), (16, 1), (4096, 64), (4097, 65)):
-        assert hopper.plan_mla(8, 128, capacity, 132, 1 << 30)[2:4] == (8 * tiles, tiles)
+        assert hopper_mla.plan_mla(8, 128, capacity, 132, 1 << 30)[2:4] == (8 * tiles, tiles)
         assert hopper_decode.plan_decode(8, 4, 8, capacity, 132, 1 << 30)[2:4] == (8 * tiles, tiles)
-    assert hopper.mla_merges("few", 8, 132, 9) == hopper.mla_merges("few", 8, 132, 1 << 30)  # what the caller says decides, not the table
+    assert hopper_mla.mla_merges("few", 8, 132, 9) == hopper_mla.mla_merges("few", 8, 132, 1 << 30)  # what the caller says decides, not the table
 
 
 def splits_of(tiles, chunk):
@@ -283,30 +289,30 @@ def test_every_split_that_the_device_makes_has_a_slot(seed):
         _, found, slots, _, target, most = hopper_decode.plan_decode(batch, rows, heads, capacity, 132, None)
         if found:
             assert slots_in_use(lengths, target, most, hopper_decode.MIN_TILES) <= slots, (lengths, rows, heads)
-        _, found, slots, _, target, most = hopper.plan_mla(batch, rows, capacity, 132, None, hopper.mla_design(rows)[1])
+        _, found, slots, _, target, most = hopper_mla.plan_mla(batch, rows, capacity, 132, None, hopper_mla.mla_design(rows)[1])
         if found:
-            assert slots_in_use(lengths, target, most, hopper.MLA_MIN_TILES) <= slots, (lengths, rows)
+            assert slots_in_use(lengths, target, most, hopper_mla.MLA_MIN_TILES) <= slots, (lengths, rows)
 
 
 def test_mla_takes_the_rows_as_columns_where_they_are_few():
-    assert [hopper.mla_design(rows) for rows in (1, 16, 17, 32)] == [("few", 16), ("few", 16), ("few", 32), ("few", 32)]
-    assert hopper.mla_design(33)[1] == hopper.mla_design(512)[1] == hopper.MLA_TILE
+    assert [hopper_mla.mla_design(rows) for rows in (1, 16, 17, 32)] == [("few", 16), ("few", 16), ("few", 32), ("few", 32)]
+    assert hopper_mla.mla_design(33)[1] == hopper_mla.mla_design(512)[1] == hopper_mla.MLA_TILE
 
 
 def test_mla_with_fixed_splits_merges_them_the_same_way_in_every_batch():
     for splits in (1, 3, 8, 9, 64):
-        assert all(len({hopper.mla_merges(kind, batch, 66, splits) for batch in (1, 16, 300)}) == 1 for kind in ("few", "many"))
-        assert len({str(hopper.merge_config(batch, 16, splits)) for batch in (1, 16, 300)}) == 1
+        assert all(len({hopper_mla.mla_merges(kind, batch, 66, splits) for batch in (1, 16, 300)}) == 1 for kind in ("few", "many"))
+        assert len({str(hopper_mla.merge_config(batch, 16, splits)) for batch in (1, 16, 300)}) == 1
     for kind in ("few", "many"):  # one sequence in 128 parts: too much for one program
-        assert hopper.mla_merges(kind, 64, 66, None) and not hopper.mla_merges(kind, 1, 66, None)
+        assert hopper_mla.mla_merges(kind, 64, 66, None) and not hopper_mla.mla_merges(kind, 1, 66, None)
 
 
 @pytest.mark.parametrize("causal", (False, True))
 def test_explain_says_what_is_launched(causal):
     p = AttentionProblem(B=1, Hq=16, Sq=16384, Sk=16384, D=192, Dv=128, causal=causal, dtype="bfloat16")
     with (
-        mock.patch("ladder.step08_dflash2.attention.hopper_code", lambda _: hopper),
-        mock.patch("ladder.step08_dflash2.attention.device_code", lambda *_: object()),
+        mock.patch.object(explaining, "hopper_runs", lambda _: True),
+        mock.patch.object(explaining, "device_code", lambda *_: object()),
     ):
         text = explain(p, device="cpu")
     assert "dflash2_prefill_hopper" in text and "128 + 64 columns" in text
@@ -338,9 +344,9 @@ def test_warmup_launches_the_variant_of_the_whole_problem(changes, options):
         launches.append((config, splits > 1, lse is not None, q.numel()))
 
     with (
-        mock.patch("ladder.step08_dflash2.attention.hopper_code", lambda _: hopper),
-        mock.patch("ladder.step08_dflash2.attention.device_code", lambda *_: object()),
-        mock.patch("ladder.step08_dflash2.plan.processors", lambda _: 132),
+        mock.patch.object(explaining, "hopper_runs", lambda _: True),
+        mock.patch.object(explaining, "device_code", lambda *_: object()),
+        mock.patch.object(explaining, "processors", lambda _: 132),
         mock.patch.object(hopper, "launch_prefill", launch),
     ):
         warmup([(p, options)], device="cpu")

@@ -92,7 +92,7 @@ class Chip:
 WORKS = ([1], [2], [3], [4], [5], [7], [0], [1, 1, 1], [2, 2, 2], [3, 2, 1, 4], [0, 3, 0, 0, 5], [5, 0], [8, 8, 1, 8])
 
 
-# 16 or 32 rows, hopper_mla_few_kernel: partitions that live as long as the launch
+# 16 or 32 rows, mla_few_kernel: partitions that live as long as the launch
 
 
 def few_produce(chip, works, slots):

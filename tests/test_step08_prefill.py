@@ -1,6 +1,5 @@
 """Step 08's prefill kernel: dense, ragged and paged, under every mask, softcap and sinks, against float64 and step 07."""
 
-import importlib
 import math
 
 import pytest
@@ -19,9 +18,11 @@ from ladder.step08_dflash2 import (
     dflash2_varlen,
     eager,
 )
-from ladder.step08_dflash2.attention import dense, device_code, paged_prefill, varlen
+from ladder.step08_dflash2 import prefill as module
+from ladder.step08_dflash2.api import dense, paged_prefill, varlen
+from ladder.step08_dflash2.dispatch import device_code
+from ladder.step08_dflash2.tiles import layout
 
-module = importlib.import_module("ladder.step08_dflash2.attention")
 launch_config = module.launch_config
 
 
@@ -185,7 +186,7 @@ def test_sinks_of_rows_that_see_nothing(small):
 
 def test_sinks_of_rows_that_see_nothing_in_any_split():
     """The merge of split keys, which only the kernel of sm_90 calls: a row of no key, under a sink and under none."""
-    from ladder.step08_dflash2.hopper import merge_splits
+    from ladder.step08_dflash2.hopper.prefill import merge_splits
 
     part_out = torch.zeros(2, 4, 16, device=DEVICE)  # of 2 splits, 2 heads, 2 queries
     part_lse = torch.full((2, 4), float("-inf"), device=DEVICE)
@@ -300,7 +301,7 @@ def test_layout_is_that_of_step_07():
     k = base[:-1].view(1, 4, 40, 24)
     for x in (k, k[..., 1:], k[:, :, ::2], k.transpose(1, 2), k.transpose(2, 3), base[1:].view(1, 4, 40, 24), k[:, :1].expand_as(k)):
         for _ in range(2):
-            assert module.layout_of(x, k) == module.layout(x, k), x.stride()
+            assert module.layout_of(x, k) == layout(x, k), x.stride()
     far = torch.empty_strided((1, 1, 2, 32), (1, 1, 1 << 30, 1), dtype=torch.float16, device="meta")
     assert module.layout_of(far, far)["WIDE"] is True
     packed = torch.empty_strided((200, 1, 32), (1 << 24, 32, 1), dtype=torch.float16, device="meta")  # a key's stride comes first
@@ -495,7 +496,7 @@ def test_garbage_before_the_window_is_not_followed(small):
 @pytest.fixture
 def portable(monkeypatch):
     """The portable kernel also where another would be chosen."""
-    monkeypatch.setattr(module, "hopper_code", lambda device: None)
+    monkeypatch.setattr(module, "hopper_runs", lambda device: False)
 
 
 GPU_WINDOWS = {"none": None, "window": RangeWindows.sink_window(128, 700), "ranges": RangeWindows([(0, 300, 4, 64), (300, -40, 64, 512)])}

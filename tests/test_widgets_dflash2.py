@@ -310,7 +310,7 @@ def test_projection_bytes_are_counted():
 
 
 def test_the_hopper_kernel_is_read_not_imported():
-    names = list(source._functions("hopper_kernel.py"))
+    names = list(source._hopper_functions())
     assert "dflash2_fold" in names
     assert all(name in source.hopper_code(*names[:3]).data for name in names[:3])
     shown = source.HopperSource("dflash2_fold")

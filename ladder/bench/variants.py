@@ -56,7 +56,7 @@ def configs(problem):
     """[(name, launch parameters, whether the kernel that ships does it)] of the variants of a problem, each with the ideas before it
     that ship; an idea that the problem has no use for is left out.
     """
-    from ladder.step08_dflash2.hopper import plan_prefill
+    from ladder.step08_dflash2.hopper.prefill import plan_prefill
 
     p, right = problem, 0 if problem.causal else None
     shipped = plan_prefill(p.B, p.Hq, p.Hq // p.Hkv, p.Sq, p.Sk, p.D, p.Dv, right, False, False, None, PROCESSORS, 1)[0]
@@ -73,14 +73,14 @@ def configs(problem):
 
 def work(problem, device):
     """The variants and FlashAttention-3 on one problem."""
-    from ladder.step08_dflash2 import hopper
+    from ladder.step08_dflash2.hopper.prefill import launch_prefill
 
     q, k, v = problem.make(device)
     variants = [(name, config) for name, config, _ in configs(problem)]
     outs = {name: q.new_empty(*q.shape[:3], problem.Dv) for name, _ in variants}
 
     def run(name, config):
-        hopper.launch_prefill(
+        launch_prefill(
             q, k, v, outs[name], None, causal=problem.causal, scale=problem.D**-0.5, num_splits=1, config=config
         )
         return outs[name]

@@ -199,18 +199,26 @@ class RungDiff(Explorer):
 
 
 def _functions(file):
-    """{name: (docstring, source)} of the functions in a file of step 08: read, not imported, so that no GPU is needed."""
+    """{name: (docstring, source, file)} of the functions in a file of step 08: read, not imported, so that no GPU is needed."""
     import ast
 
     path = Path(__file__).resolve().parents[1] / OURS / file
     text = path.read_text() if path.exists() else ""
     nodes = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
-    return {node.name: (ast.get_docstring(node), ast.get_source_segment(text, node)) for node in nodes}
+    return {node.name: (ast.get_docstring(node), ast.get_source_segment(text, node), file) for node in nodes}
+
+
+def _hopper_functions():
+    """``_functions`` of the files that make the Hopper kernel of prefill."""
+    found = {}
+    for name in ("barriers", "work", "softmax", "prefill_kernel"):
+        found |= _functions(f"hopper/{name}.py")
+    return found
 
 
 def hopper_code(*names):
     """What some functions of the Hopper kernel say of themselves, as a Markdown table."""
-    found = _functions("hopper_kernel.py")
+    found = _hopper_functions()
     if not found:
         return Markdown("*The Hopper kernel is not part of this checkout: step 08 runs its portable kernel everywhere.*")
     lines = [f"| `{name}` | {' '.join((found[name][0] or '').split())} |" for name in names]
@@ -221,13 +229,14 @@ class HopperSource:
     """The source of one function of the Hopper kernel, highlighted."""
 
     def __init__(self, name):
-        self.name, self.code = name, _functions("hopper_kernel.py")[name][1]
+        _, self.code, self.file = _hopper_functions()[name]
+        self.name = name
 
     def __repr__(self):
-        return f"source of ladder/{OURS}/hopper_kernel.py: {self.name}"
+        return f"source of ladder/{OURS}/{self.file}: {self.name}"
 
     def _repr_html_(self):
         return (
-            f'<div style="border-left:4px solid {plots.BLUE};padding:2px 10px;margin:6px 0"><b>ladder/{OURS}/hopper_kernel.py: {self.name}</b>'
+            f'<div style="border-left:4px solid {plots.BLUE};padding:2px 10px;margin:6px 0"><b>ladder/{OURS}/{self.file}: {self.name}</b>'
             f'<pre style="{_PRE}">{highlight(_without_docstrings(self.code + chr(10)).rstrip())}</pre></div>'
         )

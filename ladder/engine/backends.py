@@ -193,7 +193,7 @@ class DFlash2(Backend):
         self.name, self.module, self.windows = "step08_dflash2", step08, windows
         self.workspace = step08.DecodeWorkspace(device)
         self.finds = torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-        self.get_schedule = importlib.import_module("ladder.step08_dflash2.decode").get_decode_schedule
+        self.get_schedule = importlib.import_module("ladder.step08_dflash2.schedule").get_decode_schedule
         self.fused = Fused(step08, self.workspace)
 
     def with_workspace(self, workspace):

@@ -20,8 +20,10 @@ import torch
 from ladder.contract import check_cu_seqlens, check_flag, check_integer, check_strided, graph_entry
 from ladder.step06_paged.cache import check_paged
 from ladder.step08_dflash2 import RangeWindows, dflash2_decode
-from ladder.step08_dflash2.attention import RUNG, check_options, dense, paged_prefill, varlen
-from ladder.step08_dflash2.decode import get_decode_schedule
+from ladder.step08_dflash2.api import dense, paged_prefill, varlen
+from ladder.step08_dflash2.checks import check_options
+from ladder.step08_dflash2.dispatch import RUNG
+from ladder.step08_dflash2.schedule import get_decode_schedule
 
 __all__ = [
     "flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata",
@@ -339,7 +341,7 @@ def get_scheduler_metadata(
 
     Returns:
         (slots, 4) int32 on the device, for ``scheduler_metadata``; of no slots when the calls will have nothing to schedule:
-        more than 16 new tokens, or a fixed num_splits. See ``ladder.step08_dflash2.decode.get_decode_schedule``.
+        more than 16 new tokens, or a fixed num_splits. See ``ladder.step08_dflash2.get_decode_schedule``.
     """
     name = "get_scheduler_metadata"
     if attention_chunk:

@@ -450,8 +450,12 @@ class _Entries(NamedTuple):
 def _entries(backend):
     """The functions of a step, imported when a layer needs them."""
     if backend == "dflash2":
-        from ladder.step08_dflash2 import dflash2_attention, dflash2_paged_prefill, dflash2_varlen
-        from ladder.step08_dflash2.decode import dflash2_decode
+        from ladder.step08_dflash2 import (
+            dflash2_attention,
+            dflash2_decode,
+            dflash2_paged_prefill,
+            dflash2_varlen,
+        )
 
         return _Entries(dflash2_attention, dflash2_varlen, dflash2_paged_prefill, dflash2_decode)
     from ladder.step07_dflash1 import attention, attention_varlen, paged_decode, paged_prefill

@@ -19,14 +19,15 @@ tensor cores wait for the exponentials, and a cache of 16-bit keys is twice what
 
 import importlib
 
-from .attention import attention, bytes_moved, dflash2_attention, dflash2_paged_prefill, dflash2_varlen
-from .plan import explain, warmup
+from .api import attention, dflash2_attention, dflash2_paged_prefill, dflash2_varlen
+from .explain import explain, warmup
+from .prefill import bytes_moved
 from .windows import Range, RangeWindows
 
 # What the other modules bring, imported on first use: name -> module.
 _LAZY = {
-    "DecodeWorkspace": "decode", "decode_bytes_moved": "decode", "dflash2_decode": "decode", "dflash2_mla_decode": "decode",
-    "get_decode_schedule": "decode", "fused_add_norm": "fusion", "fused_mla_append": "fusion", "fused_norm_router": "fusion",
+    "DecodeWorkspace": "decode", "decode_bytes_moved": "decode", "dflash2_decode": "api", "dflash2_mla_decode": "api",
+    "get_decode_schedule": "schedule", "fused_add_norm": "fusion", "fused_mla_append": "fusion", "fused_norm_router": "fusion",
     "fused_qkv_rope_append": "fusion", "rope_tables": "fusion", "yarn_mscale": "fusion", "AttentionBatch": "block",
     "BlockOutput": "block", "DFlash2AttentionBlock": "block", "DFlash2MLABlock": "block", "Router": "block",
 }  # fmt: skip

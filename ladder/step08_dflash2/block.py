@@ -13,7 +13,8 @@ from torch import nn
 
 from ladder.contract import FLOATS, check_flag, check_integer, check_scale, outside_autocast
 
-from .attention import check_options, dflash2_paged_prefill, dflash2_varlen
+from .api import dflash2_decode, dflash2_mla_decode, dflash2_paged_prefill, dflash2_varlen
+from .checks import check_options
 from .fusion import (
     RUNG,
     check_number,
@@ -203,8 +204,6 @@ class DFlash2AttentionBlock(_Block):
         Raises:
             As the functions that it calls.
         """
-        from .decode import dflash2_decode
-
         self._check_batch(batch)
         normed, residual = fused_add_norm(x, residual, self.input_norm, eps=self.norm_eps)
         q = fused_qkv_rope_append(
@@ -295,8 +294,6 @@ class DFlash2MLABlock(_Block):
         )  # fmt: skip
         options = dict(scale=self.scale, windows=self.windows, softcap=self.softcap, sinks=self.sinks)
         if decode:
-            from .decode import dflash2_mla_decode
-
             q_len = self._q_len(batch, tokens)
             q = q.view(len(batch.seq_lens), q_len, self.num_heads, self.rank + self.rope)
             latent = dflash2_mla_decode(

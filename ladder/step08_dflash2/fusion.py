@@ -23,7 +23,7 @@ from ladder.contract import (
 from ladder.step06_paged.attention import processors
 from ladder.step07_dflash1 import DecodeWorkspace
 
-from .attention import device_code
+from .dispatch import device_code
 
 RUNG = "step08_dflash2"
 FEW_TOKENS = 64  # rows up to which one launch can do product and epilogue: one tile of rows, so the weight is read once
@@ -800,7 +800,7 @@ def _output(name, out, x, shape):
 
 
 def _kernels(x):
-    """The module of kernels, or None where PyTorch computes, as in ``attention.device_code``."""
+    """The module of kernels, or None where PyTorch computes, as in ``dispatch.device_code``."""
     return device_code(x, "fusion_kernel")
 
 

@@ -462,10 +462,10 @@ def decode_splits(lengths, *, num_heads=32, num_kv_heads=8, head_dim=128, page_s
     """Splits that step 08's device schedule gives each sequence of a decode batch on a Hopper's 132 processors."""
     from unittest import mock
 
-    from ladder.step08_dflash2 import decode
+    from ladder.step08_dflash2 import schedule as scheduling
 
-    with mock.patch.object(decode, "processors", lambda device: schedules.PROCESSORS):
-        schedule = decode.get_decode_schedule(
+    with mock.patch.object(scheduling, "processors", lambda device: schedules.PROCESSORS):
+        schedule = scheduling.get_decode_schedule(
             torch.tensor(lengths, dtype=torch.int32), num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size,
             max_seq_len=max_seq_len or -(-max(lengths) // page_size) * page_size,
         )  # fmt: skip

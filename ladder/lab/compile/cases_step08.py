@@ -3,7 +3,6 @@
 ``ladder.lab.compile.matrix`` asks every Triton rung that has such a module for its cases.
 """
 
-import importlib
 from types import SimpleNamespace
 from unittest import mock
 
@@ -64,16 +63,16 @@ def compile_cases(shared_memory_bytes, capability, *, thorough=False):
 
 def prefill_compile_cases(capability, *, thorough=False):
     """The launches of ``dflash2_prefill``; arguments as in ``compile_cases``."""
-    attention = importlib.import_module("ladder.step08_dflash2.attention")
-    from ladder.step08_dflash2 import prefill_kernel
+    from ladder.step08_dflash2 import prefill
+    from ladder.step08_dflash2.portable import prefill_kernel
 
     launches = []
     stand_in = SimpleNamespace(dflash2_prefill=recorder(launches, prefill_kernel.dflash2_prefill))
 
     def launched(name, call):
         with (
-            mock.patch.object(attention, "device_code", lambda *_: stand_in),
-            mock.patch.object(attention, "arch", lambda _: 10 * capability[0] + capability[1]),
+            mock.patch.object(prefill, "device_code", lambda *_: stand_in),
+            mock.patch.object(prefill, "arch", lambda _: 10 * capability[0] + capability[1]),
         ):
             call()
         for function, args, kwargs in launches:
@@ -91,16 +90,16 @@ def prefill_compile_cases(capability, *, thorough=False):
     def options(extra, dtype):
         return {**extra, "sinks": torch.empty(8, dtype=dtype)} if "sinks" in extra else extra
 
-    prefill = list(PREFILL)
+    cases = list(PREFILL)
     if thorough:
         sizes = (16, 16), (32, 32), (40, 40), (64, 64), (80, 80), (96, 96), (128, 64), (128, 128), (136, 136), (192, 128), (192, 192), (224, 128)
-        prefill += [(d, dv, t, c, 1003, e) for d, dv in (*sizes, (256, 256)) for t in (BF16, FP32) for c in (False, True)
+        cases += [(d, dv, t, c, 1003, e) for d, dv in (*sizes, (256, 256)) for t in (BF16, FP32) for c in (False, True)
                     for e in ({}, dict(windows=WINDOW), dict(softcap=30.0))]  # fmt: skip
-    for d, dv, dtype, causal, tokens, extra in prefill:
+    for d, dv, dtype, causal, tokens, extra in cases:
         length = 1024 if tokens == 1024 else 1001  # 1001: no divisor that the compiler could use
         q, k, v = (torch.empty(2, h, n, x, dtype=dtype) for h, n, x in ((8, tokens, d), (2, length, d), (2, length, dv)))
         name = f"{named(d, dv, dtype, extra)} {'causal' if causal else 'dense'} {tokens}"
-        yield from launched(name, lambda: attention.dense(q, k, v, causal=causal, return_lse=causal, **options(extra, dtype)))  # noqa: B023
+        yield from launched(name, lambda: prefill.dense(q, k, v, causal=causal, return_lse=causal, **options(extra, dtype)))  # noqa: B023
 
     cu = torch.tensor([0, 30, 1001], dtype=torch.int32)
     for d, dv, page, dtype, most, extra in RAGGED:
@@ -109,7 +108,7 @@ def prefill_compile_cases(capability, *, thorough=False):
         if page:
             caches = (torch.empty(5, page, 2, n, dtype=dtype) for n in (d, dv))
             table, lengths = torch.zeros(2, 7, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-            call = lambda: attention.paged_prefill(q, *caches, table, lengths, cu, most, **options(extra, dtype))  # noqa: B023,E731
+            call = lambda: prefill.paged_prefill(q, *caches, table, lengths, cu, most, **options(extra, dtype))  # noqa: B023,E731
         else:
-            call = lambda: attention.varlen(q, k, v, cu, cu, most, causal=True, return_lse=True, **options(extra, dtype))  # noqa: B023,E731
+            call = lambda: prefill.varlen(q, k, v, cu, cu, most, causal=True, return_lse=True, **options(extra, dtype))  # noqa: B023,E731
         yield from launched(name, call)

@@ -1,6 +1,5 @@
 """The decode launches of step 08 that ``compile_cases`` compiles, as its functions make them."""
 
-import importlib
 from types import SimpleNamespace
 from unittest import mock
 
@@ -29,8 +28,8 @@ CASES = (
 
 def decode_compile_cases(shared_memory_bytes, capability, *, thorough=False):
     """Yield (name, kernel, args, kwargs) of every decode launch to compile; arguments as in ``compile_cases``."""
-    decode = importlib.import_module("ladder.step08_dflash2.decode")
-    from ladder.step08_dflash2 import decode_kernel
+    from ladder.step08_dflash2 import decode, schedule
+    from ladder.step08_dflash2.portable import decode_kernel
 
     cases = list(CASES)
     if thorough:
@@ -50,8 +49,11 @@ def decode_compile_cases(shared_memory_bytes, capability, *, thorough=False):
         out, lse = torch.empty(*q.shape[:3], dv, dtype=dtype), torch.empty(batch, q.shape[2], q_len)
         options = {**dict(right=0, scale=0.07, windows=None, softcap=0.0, num_kv_splits=None), **given}
         options["sinks"] = torch.empty(q.shape[2]) if options.get("sinks") else None
-        with mock.patch.multiple(
-            decode, device_code=lambda *_: stand_in, processors=lambda _: 132, arch=lambda _: 10 * capability[0] + capability[1]
+        with (
+            mock.patch.multiple(
+                decode, device_code=lambda *_: stand_in, processors=lambda _: 132, arch=lambda _: 10 * capability[0] + capability[1]
+            ),
+            mock.patch.object(schedule, "device_code", lambda *_: stand_in),
         ):
             decode._launch_decode(q, k_cache, v_cache, table, lengths, out, lse if q_len == 1 else None, latent=latent, **options)
         size = f"d{d}" if d == dv else f"d{d}/{dv}"

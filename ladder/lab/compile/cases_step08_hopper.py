@@ -29,26 +29,27 @@ DECODE = ((32, 8, 128, 1, 64, BF16, None), (64, 8, 64, 1, 64, BF16, None), (28, 
 
 def hopper_compile_cases():
     """Yield (name, kernel, args, kwargs) of every launch of the Hopper kernels to compile."""
-    from ladder.step08_dflash2 import (
-        hopper,
-        hopper_decode,
-        hopper_decode_kernel,
-        hopper_kernel,
-        hopper_mla_few_kernel,
-        hopper_mla_kernel,
+    from ladder.step08_dflash2.hopper import (
+        decode,
+        decode_kernel,
         merge_kernel,
+        mla,
+        mla_few_kernel,
+        mla_kernel,
+        prefill,
+        prefill_kernel,
     )
 
     launches = []
-    kernels = ((hopper_kernel, "dflash2_prefill_hopper"), (hopper_mla_few_kernel, "dflash2_mla_few_hopper"),
-               (hopper_mla_kernel, "dflash2_mla_hopper"), (hopper_decode_kernel, "dflash2_decode_hopper"),
+    kernels = ((prefill_kernel, "dflash2_prefill_hopper"), (mla_few_kernel, "dflash2_mla_few_hopper"),
+               (mla_kernel, "dflash2_mla_hopper"), (decode_kernel, "dflash2_decode_hopper"),
                (merge_kernel, "dflash2_merge_splits"), (merge_kernel, "dflash2_mla_merge_parts"))  # fmt: skip
 
     def launched(name, call):
         with contextlib.ExitStack() as patches:
             for module, kernel in kernels:
                 patches.enter_context(mock.patch.object(module, kernel, recorder(launches, getattr(module, kernel))))
-            for module in (hopper, hopper_decode):
+            for module in (prefill, mla, decode):
                 patches.enter_context(mock.patch.object(module, "_processors", lambda _: 132))
                 patches.enter_context(mock.patch.object(module, "_counter", lambda _: torch.zeros(1, dtype=torch.int32)))
             patches.enter_context(mock.patch.object(torch.cuda, "device", lambda _: contextlib.nullcontext()))
@@ -72,18 +73,18 @@ def hopper_compile_cases():
         if page:
             k, v = (torch.empty(99, page, 2, n, dtype=dtype) for n in (d, dv))
             packed.update(block_table=torch.zeros(2, 4096 // page, dtype=torch.int32), seq_lens=torch.zeros(2, dtype=torch.int32), cu_seqlens_k=None)
-        yield from launched(name, lambda: hopper.launch_prefill(q, k, v, out, lse, causal=causal, scale=0.1, **packed, **extra))  # noqa: B023
+        yield from launched(name, lambda: prefill.launch_prefill(q, k, v, out, lse, causal=causal, scale=0.1, **packed, **extra))  # noqa: B023
 
     for heads, q_len, page, dtype, splits, merges in MLA:
         q, out = (torch.empty(8, q_len, heads, n, dtype=dtype) for n in (576, 512))
         cache, table = torch.empty(99, page, 576, dtype=dtype), torch.zeros(8, 4096 // page, dtype=torch.int32)
         options = dict(scale=0.1, right=0, sinks=None, num_kv_splits=splits, workspace=None, merges=merges)
-        call = lambda: hopper.launch_mla(q, cache, table, torch.zeros(8, dtype=torch.int32), out, None, **options)  # noqa: B023,E731
+        call = lambda: mla.launch_mla(q, cache, table, torch.zeros(8, dtype=torch.int32), out, None, **options)  # noqa: B023,E731
         yield from launched(f"MLA {heads} heads q_len {q_len} page {page} splits {splits}{' merges' if merges else ''}", call)
 
     for heads, kv_heads, d, q_len, page, dtype, splits in DECODE:
         q, out = (torch.empty(8, q_len, heads, d, dtype=dtype) for _ in range(2))
         k, v = (torch.empty(99, page, kv_heads, d, dtype=dtype) for _ in range(2))
         table, options = torch.zeros(8, 4096 // page, dtype=torch.int32), dict(scale=0.1, right=0, sinks=None, num_kv_splits=splits, workspace=None)
-        call = lambda: hopper_decode.launch_decode(q, k, v, table, torch.zeros(8, dtype=torch.int32), out, None, **options)  # noqa: B023,E731
+        call = lambda: decode.launch_decode(q, k, v, table, torch.zeros(8, dtype=torch.int32), out, None, **options)  # noqa: B023,E731
         yield from launched(f"decode {heads}/{kv_heads} d{d} q_len {q_len} page {page} splits {splits}", call)

@@ -1,4 +1,4 @@
-"""Device code of step 08 for sm_90, in Gluon: TMA brings tiles, wgmma multiplies them, warps have one job each.
+"""Device code of step 08's prefill for sm_90, in Gluon: TMA brings tiles, wgmma multiplies them, warps have one job each.
 
 One program owns 64 * WG query rows of one head. A producer warp issues every copy; WG consumer warp groups own 64 rows
 each, which drift apart or take turns: while one fills the tensor cores, another does its exponentials. The slots of K and V go round.
@@ -15,217 +15,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .barriers import FREE, PLACES, TURN, dflash2_arrive, dflash2_arrive_if, dflash2_sync
 from .gluon_compat import async_load, async_store
-
-FREE = gl.constexpr(5)  # first of the hardware barriers that Triton leaves unused; it takes 0 .. 4 for itself
-TURN = gl.constexpr(13)
-NEVER = gl.constexpr(1 << 30)
-PLACES = gl.constexpr(3)  # works that are told of before the first of them is done
-
-
-@gluon.jit
-def dflash2_sync(anchor, ids, THREADS: gl.constexpr):
-    """Wait at hardware barrier ``ids`` until THREADS threads have come. ``anchor`` has one element for each thread."""
-    gl.inline_asm_elementwise(f"bar.sync $1, {THREADS}; mov.b32 $0, $1;", "=r,r", [anchor + ids], gl.int32, False, 1)
-
-
-@gluon.jit
-def dflash2_arrive(anchor, ids, THREADS: gl.constexpr):
-    """Come to hardware barrier ``ids`` and go on. An mbarrier would cost the warp group a barrier of its own first."""
-    gl.inline_asm_elementwise(f"bar.arrive $1, {THREADS}; mov.b32 $0, $1;", "=r,r", [anchor + ids], gl.int32, False, 1)
-
-
-@gluon.jit
-def dflash2_arrive_if(anchor, yes, ids, THREADS: gl.constexpr):
-    """``dflash2_arrive`` without a branch, which would part the loop's instructions."""
-    asm: gl.constexpr = f"{{.reg .pred p; setp.ne.s32 p, $2, 0; @p bar.arrive $1, {THREADS}; mov.b32 $0, $1;}}"
-    gl.inline_asm_elementwise(asm, "=r,r,r", [anchor + ids, anchor + yes.to(gl.int32)], gl.int32, False, 1)
-
-
-@gluon.jit
-def dflash2_pack(p, N: gl.constexpr, DT: gl.constexpr):
-    """(64, N) float32 to pairs of half-precision numbers in int32. Carried through the loop as 16-bit values they would
-    cost two instructions a pair, one element in eight of the loop."""
-    even, odd = gl.split(gl.reshape(p, [64, N // 2, 2]))
-    if DT == gl.bfloat16:
-        return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], gl.int32, False, 1)
-    else:
-        return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], gl.int32, False, 1)
-
-
-@gluon.jit
-def dflash2_unpack(packed, N: gl.constexpr, DT: gl.constexpr, P_LAYOUT: gl.constexpr):
-    low, high = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [packed], (gl.int16, gl.int16), True, 1)
-    p = gl.reshape(gl.join(low, high), [64, N]).to(DT, bitcast=True)
-    return gl.convert_layout(p, P_LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def dflash2_find(cu_ptr, slot, num_seqs, BLOCK: gl.constexpr):
-    """The sequence that owns tile slot ``slot``, when sequence s owns slots cu[s] // BLOCK + s and on (as in step 07)."""
-    low = 0
-    high = num_seqs
-    while high - low > 1:
-        middle = (low + high) // 2
-        before = gl.load(cu_ptr + middle).to(gl.int32) // BLOCK + middle <= slot
-        low = gl.where(before, middle, low)
-        high = gl.where(before, high, middle)
-    return low
-
-
-@gluon.jit
-def dflash2_work(
-    t, cu_q_ptr, cu_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, num_heads, num_seqs, num_m, section, num_splits,
-    BLOCK_M: gl.constexpr, RAGGED: gl.constexpr, PAGED: gl.constexpr, HEAVY_FIRST: gl.constexpr, SPLIT: gl.constexpr,
-):  # fmt: skip
-    """Which work item t is: (first row, batch, head, rows, row of q where they start, keys, row of k, split).
-
-    Heads go in sections whose K and V fit the L2 cache; in a section the last tiles, which see the most keys, come first.
-    """
-    split = t * 0
-    if SPLIT:
-        split = t % num_splits
-        t = t // num_splits
-    first_q = 0
-    first_k = 0
-    if RAGGED:
-        head = t % num_heads
-        tile = num_m - 1 - t // num_heads
-        batch = dflash2_find(cu_q_ptr, tile, num_seqs, BLOCK_M)
-        first_q = gl.load(cu_q_ptr + batch).to(gl.int32)
-        rows = gl.load(cu_q_ptr + batch + 1).to(gl.int32) - first_q
-        m = tile - (first_q // BLOCK_M + batch)
-        if PAGED:
-            keys = gl.load(seq_lens_ptr + batch).to(gl.int32)
-            keys = gl.where((keys < 0) | (keys > seqlen_k), -1, keys)  # a length that no page holds
-        else:
-            first_k = gl.load(cu_k_ptr + batch).to(gl.int32)
-            keys = gl.load(cu_k_ptr + batch + 1).to(gl.int32) - first_k
-    else:
-        all_heads = num_seqs * num_heads
-        first_head = t // (section * num_m) * section
-        width = gl.minimum(section, all_heads - first_head)
-        t -= first_head * num_m
-        bh = first_head + t % width
-        m = t // width
-        if HEAVY_FIRST:
-            m = num_m - 1 - m
-        batch = bh // num_heads
-        head = bh % num_heads
-        rows = seqlen_q
-        keys = seqlen_k
-    return m * BLOCK_M, batch, head, rows, first_q, keys, first_k, split
-
-
-@gluon.jit
-def dflash2_range(table_ptr, r, keys):
-    """First position of range r, and the one after its last; negative ones count from the end of the keys."""
-    start = gl.load(table_ptr + 4 * r)
-    end = gl.load(table_ptr + 4 * r + 1)
-    return gl.where(start < 0, start + keys, start), gl.where(end < 0, end + keys, end)
-
-
-@gluon.jit
-def dflash2_keys(
-    first, rows, keys, right, table_ptr, split, num_splits,
-    N: gl.constexpr, BLOCK_M: gl.constexpr, HAS_RIGHT: gl.constexpr, NUM_RANGES: gl.constexpr, SPLIT: gl.constexpr,
-):  # fmt: skip
-    """The key tiles that rows first .. first + BLOCK_M see.
-
-    Returns (low, sink, high_tile, low_tile, sink_tile, begin, end): keys below ``low`` and not below ``sink`` are seen by no
-    row; tiles run high_tile - 1 down to low_tile, then sink_tile - 1 down to 0; this split does the numbers begin .. end of
-    that list.
-    """
-    past = keys - rows
-    last = gl.minimum(first + BLOCK_M, rows) - 1
-    stop = keys
-    if HAS_RIGHT:
-        stop = gl.maximum(0, gl.minimum(keys, last + past + right + 1))
-    low = 0
-    sink = 0
-    if NUM_RANGES > 0:
-        p0 = first + past
-        p1 = last + past
-        low = NEVER
-        covered = p0  # rows below this position lie in some range
-        for again in gl.static_range(NUM_RANGES):
-            for r in gl.static_range(NUM_RANGES):
-                start, end = dflash2_range(table_ptr, r, keys)
-                covered = gl.where((start <= covered) & (end > covered), end, covered)
-                if again == 0:
-                    a = gl.maximum(start, p0)
-                    for earlier in gl.static_range(r):  # of two ranges that hold a position the earlier counts
-                        begun, done = dflash2_range(table_ptr, earlier, keys)
-                        a = gl.where((begun <= a) & (a < done), done, a)
-                    here = a <= gl.minimum(end - 1, p1)
-                    low = gl.where(here, gl.minimum(low, a - gl.load(table_ptr + 4 * r + 3)), low)
-                    sink = gl.where(here, gl.maximum(sink, gl.load(table_ptr + 4 * r + 2)), sink)
-        low = gl.where(covered <= p1, 0, gl.maximum(low, 0))
-    high_tile = gl.cdiv(stop, N)
-    low_tile = gl.minimum(low // N, high_tile)
-    sink_tile = gl.minimum(gl.cdiv(gl.minimum(sink, stop), N), low_tile)
-    number = high_tile - low_tile + sink_tile
-    begin = 0
-    end = number
-    if SPLIT:
-        begin = number * split // num_splits
-        end = number * (split + 1) // num_splits
-    return low, sink, high_tile, low_tile, sink_tile, begin, end
-
-
-@gluon.jit
-def dflash2_tile_number(i, high_tile, low_tile, sink_tile, NUM_RANGES: gl.constexpr):
-    if NUM_RANGES > 0:
-        near = high_tile - low_tile
-        return gl.where(i < near, high_tile - 1 - i, sink_tile - 1 - (i - near))
-    else:
-        return high_tile - 1 - i
-
-
-@gluon.jit
-def dflash2_next(t, counter_ptr, DYNAMIC: gl.constexpr, num_work):
-    """The work item after t: a fixed stride, or the next number of a counter that all programs share."""
-    if DYNAMIC:
-        ticket = gl.atomic_add(counter_ptr, 1, sem="relaxed", scope="gpu")
-        if ticket == num_work - 1:  # every program draws one number too many: the last draw leaves the counter at zero
-            gl.store(counter_ptr, 0)
-        return ticket + gl.num_programs(0)
-    else:
-        return t + gl.num_programs(0)
-
-
-@gluon.jit
-def dflash2_publish(work_smem, work_full, work_free, turn, first, batch, head, rows, first_q, keys, first_k, split):
-    """Tell the consumers their next work, one field a word: they would spend the divisions that find it between tiles."""
-    place = turn % PLACES
-    mbarrier.wait(work_free.index(place), ((turn // PLACES) & 1) ^ 1)
-    zero = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    work_smem.index(8 * place + 0).store(zero + first)
-    work_smem.index(8 * place + 1).store(zero + batch)
-    work_smem.index(8 * place + 2).store(zero + head)
-    work_smem.index(8 * place + 3).store(zero + rows)
-    work_smem.index(8 * place + 4).store(zero + first_q)
-    work_smem.index(8 * place + 5).store(zero + keys)
-    work_smem.index(8 * place + 6).store(zero + first_k)
-    work_smem.index(8 * place + 7).store(zero + split)
-    mbarrier.arrive(work_full.index(place))
-
-
-@gluon.jit
-def dflash2_field(work_smem, place, I: gl.constexpr):
-    return gl.max(work_smem.index(8 * place + I).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
-def dflash2_receive(work_smem, work_full, turn):
-    """What ``dflash2_publish`` told of the next work that its tiles depend on: (first row, rows, keys).
-
-    first is -1 when there is no more, keys is -1 when no page holds the length. The other fields are read where the tile
-    is stored: until then they would only sit in registers that the accumulators want.
-    """
-    place = turn % PLACES
-    mbarrier.wait(work_full.index(place), (turn // PLACES) & 1)
-    return dflash2_field(work_smem, place, 0), dflash2_field(work_smem, place, 3), dflash2_field(work_smem, place, 5)
+from .softmax import (
+    dflash2_first_pack,
+    dflash2_first_softmax,
+    dflash2_logits,
+    dflash2_pack,
+    dflash2_softmax,
+    dflash2_unpack,
+)
+from .work import (
+    dflash2_extent,
+    dflash2_field,
+    dflash2_keys,
+    dflash2_next,
+    dflash2_publish,
+    dflash2_receive,
+    dflash2_tile_number,
+    dflash2_work,
+)
 
 
 @gluon.jit
@@ -369,18 +178,6 @@ def dflash2_produce(
 
 
 @gluon.jit
-def dflash2_tanh(x, EXACT: gl.constexpr):
-    """tanh of x / (2 log2(e)): two units in the last place of 1, which tanh.approx is far from.
-
-    EXACT: also relative to a small result, by a polynomial there, which makes heads of 64 and 128 14 to 26 % slower.
-    """
-    y = 1.0 - 2.0 / (gl.exp2(x) + 1.0)
-    if EXACT:
-        y = gl.where(gl.abs(x) < 0.0866, x * (0.34657359 - 0.013876027 * (x * x)), y)
-    return y
-
-
-@gluon.jit
 def dflash2_scores(q1, q2, k1_smem, k2_smem, slot, D1: gl.constexpr, D2: gl.constexpr, N: gl.constexpr, COLUMNS: gl.constexpr):
     """Start the products of 64 rows of Q with the first COLUMNS keys of a tile."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -428,87 +225,6 @@ def dflash2_settle(acc1, acc2, packed, V2: gl.constexpr):
     else:
         acc1, packed = warpgroup_mma_wait(0, [acc1, packed])
         return acc1, acc2, packed
-
-
-@gluon.jit
-def dflash2_logits(
-    s, first_key, last_row, low_row, sink_row, scale_log2, cap, COLUMNS: gl.constexpr,
-    NUM_RANGES: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
-    """Scores after softcap and mask: -inf where row r does not see the key, which is beyond last_row[r], or below low_row[r]
-    and not below sink_row[r].
-
-    Columns are compared, not keys: their numbers are constants, so a compare and a select are all it costs.
-    """
-    LAYOUT: gl.constexpr = s.type.layout
-    if NEGATIVE:
-        s = -s
-    if CAP:
-        s = cap * dflash2_tanh(s * scale_log2, CAP == 2)
-    if MASKED:
-        ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-        column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
-        ok = column <= gl.convert_layout(last_row - first_key, ROW)[:, None]
-        if NUM_RANGES > 0:
-            ok = ok & ((column >= gl.convert_layout(low_row - first_key, ROW)[:, None]) | (column < gl.convert_layout(sink_row - first_key, ROW)[:, None]))
-        s = gl.where(ok, s, float("-inf"))
-    return s
-
-
-@gluon.jit
-def dflash2_softmax(s, row_max, scale_log2, N: gl.constexpr, MASKED: gl.constexpr, CHAINS: gl.constexpr, HALVES: gl.constexpr):
-    """Probabilities of one tile against the running maximum, the factor for what came before, and sums by lane.
-
-    Each lane sums its own columns; the lanes are added up once, after the last tile.
-    """
-    if CHAINS:  # four chains of comparisons a row instead of one, which would wait for itself
-        top = gl.max(gl.reshape(s, [64, 2, N // 16, 4, 2]), 2)
-        top = gl.convert_layout(gl.max(gl.max(gl.max(top, 3), 1), 1), row_max.type.layout)
-    else:
-        top = gl.convert_layout(gl.max(s, 1), row_max.type.layout)
-    new_max = gl.maximum(row_max, top)
-    shift = new_max * scale_log2
-    if MASKED:
-        shift = gl.where(new_max == float("-inf"), 0.0, shift)  # -inf - -inf would be NaN
-    alpha = gl.exp2(row_max * scale_log2 - shift)
-    if HALVES:  # of the columns, between them the factor: the product before is rescaled under the second
-        left, right = gl.split(gl.permute(gl.reshape(s, [64, 2, N // 2]), (0, 2, 1)))
-        first = gl.exp2(left * scale_log2 - gl.convert_layout(shift, gl.SliceLayout(1, left.type.layout))[:, None])
-        part = gl.sum(gl.sum(gl.reshape(first, [64, N // 16, 4, 2]), 3), 1)
-        shift = gl.fma(alpha, 0.0, shift)  # the factor is known before the second half, says this to ptxas
-        second = gl.exp2(right * scale_log2 - gl.convert_layout(shift, gl.SliceLayout(1, right.type.layout))[:, None])
-        p = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), [64, N])
-        more = gl.sum(gl.sum(gl.reshape(second, [64, N // 16, 4, 2]), 3), 1)
-        return gl.convert_layout(p, s.type.layout, assert_trivial=True), new_max, alpha, gl.convert_layout(part, more.type.layout) + more
-    else:
-        p = gl.exp2(s * scale_log2 - gl.convert_layout(shift, gl.SliceLayout(1, s.type.layout))[:, None])
-        return p, new_max, alpha, gl.sum(gl.sum(gl.reshape(p, [64, N // 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
-def dflash2_first_softmax(
-    s, first_key, last_row, low_row, sink_row, scale_log2, cap, N: gl.constexpr, COLUMNS: gl.constexpr, NUM_RANGES: gl.constexpr,
-    CAP: gl.constexpr, NEGATIVE: gl.constexpr, CHAINS: gl.constexpr,
-):  # fmt: skip
-    """Probabilities, maximum and sums by lane of the first tile, which is always masked."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    row_max = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    s = dflash2_logits(s, first_key, last_row, low_row, sink_row, scale_log2, cap, COLUMNS, NUM_RANGES, CAP, NEGATIVE, True)
-    p, row_max, alpha, part = dflash2_softmax(s, row_max, 1.0 if CAP else scale_log2, COLUMNS, True, CHAINS, False)
-    none = gl.sum(gl.sum(gl.reshape(gl.zeros([64, N], gl.float32, S_LAYOUT), [64, N // 8, 4, 2]), 3), 1)
-    return p, row_max, gl.convert_layout(part, none.type.layout)
-
-
-@gluon.jit
-def dflash2_first_pack(p, N: gl.constexpr, COLUMNS: gl.constexpr, DT: gl.constexpr):
-    """``dflash2_pack`` of the first tile's COLUMNS probabilities; the columns that it was not computed for are zeros."""
-    packed = dflash2_pack(p, COLUMNS, DT)
-    if COLUMNS < N:
-        none = gl.zeros([64, N], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16]))
-        even, odd = gl.split(gl.reshape(none, [64, N // 2, 2]))
-        packed = gl.reshape(gl.permute(gl.join(packed, gl.zeros_like(packed)), (0, 2, 1)), [64, N // 2])
-        packed = gl.convert_layout(packed, even.type.layout, assert_trivial=True)
-    return packed
 
 
 @gluon.jit
@@ -584,56 +300,6 @@ def dflash2_fold(
             acc2 = acc2 * gl.convert_layout(alpha, gl.SliceLayout(1, O2_LAYOUT))[:, None]
         packed = dflash2_pack(p, N, DT)
     return acc1, acc2, packed, row_max, row_sum, it
-
-
-@gluon.jit
-def dflash2_extent(
-    C: gl.constexpr, first, rows, keys, right, table_ptr, split, num_splits,
-    ROW: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr, HAS_RIGHT: gl.constexpr, NUM_RANGES: gl.constexpr, SPLIT: gl.constexpr,
-):  # fmt: skip
-    """The tiles of a work and what group C's rows see of them.
-
-    Returns what ``dflash2_keys`` does, and (dead, masked, full, last_row, low_row, sink_row): the first ``dead`` tiles lie right
-    of all rows; those before ``masked`` and from ``full`` on need a mask, whose bounds a row the last three are.
-    """
-    low, sink, high_tile, low_tile, sink_tile, begin, end = dflash2_keys(
-        first, rows, keys, right, table_ptr, split, num_splits, N, BLOCK_M, HAS_RIGHT, NUM_RANGES, SPLIT
-    )
-    if first >= rows:
-        end = begin
-    past = keys - rows
-    mine = first + 64 * C
-    row = mine + gl.arange(0, 64, ROW)
-    whole = keys  # keys that every row of this group sees on the right
-    seen = high_tile  # tiles that some row does
-    if HAS_RIGHT:
-        whole = gl.maximum(0, gl.minimum(keys, mine + past + right + 1))
-        seen = gl.cdiv(gl.maximum(0, gl.minimum(keys, mine + 63 + past + right + 1)), N)
-    dead = begin
-    if NUM_RANGES == 0:
-        dead = gl.maximum(begin, gl.minimum(high_tile - seen, end))
-    masked = gl.minimum(gl.maximum(high_tile - whole // N, dead + 1), end)
-    full = end
-    last_row = keys - 1 + row * 0
-    if HAS_RIGHT:
-        last_row = gl.minimum(last_row, row + past + right)
-    low_row = row * 0
-    sink_row = row * 0
-    if NUM_RANGES > 0:
-        position = row + past
-        left = 0
-        for back in gl.static_range(NUM_RANGES):  # backwards: of two ranges that overlap the earlier counts
-            r = NUM_RANGES - 1 - back
-            start, stop = dflash2_range(table_ptr, r, keys)
-            reach = gl.load(table_ptr + 4 * r + 3)
-            here = (position >= start) & (position < stop)
-            low_row = gl.where(here, gl.maximum(0, position - reach), low_row)
-            sink_row = gl.where(here, gl.load(table_ptr + 4 * r + 2), sink_row)
-            high_position = gl.minimum(stop - 1, mine + past + 63)
-            some = gl.maximum(start, mine + past) <= high_position
-            left = gl.where(some, gl.maximum(left, high_position - reach), left)
-        full = gl.minimum(end, gl.maximum(masked, high_tile - gl.cdiv(left, N)))
-    return low, sink, high_tile, low_tile, sink_tile, begin, end, dead, masked, full, last_row, low_row, sink_row
 
 
 @gluon.jit

@@ -6,7 +6,7 @@ import torch
 
 from ladder.step05_fused.attention import LOG2_E
 
-from .hopper import _counter, _describe, _processors, most_splits
+from .descriptors import _counter, _describe, _processors, most_splits
 
 TILE = 64  # rows, and keys
 MIN_TILES = 4  # fewer keys are read faster than their partial result is merged
@@ -47,7 +47,7 @@ def pays(head_dim, rows, page_size):
 
 @functools.lru_cache(maxsize=1024)
 def plan_decode(batch, rows, num_kv_heads, capacity, processors, num_kv_splits):
-    """(row tiles, found on the device, slots, splits of a sequence when not, target, most): see ``decode_kernel.dflash2_chunk``."""
+    """(row tiles, found on the device, slots, splits of a sequence when not, target, most): see ``portable.decode_kernel.dflash2_chunk``."""
     row_tiles = -(-rows // TILE)
     tasks = row_tiles * num_kv_heads
     target = max(1, 2 * processors // tasks)  # finer works end more together, and cost more: see TUNING.md
@@ -88,7 +88,7 @@ def launch_decode(q, k_cache, v_cache, block_table, seq_lens, out, lse, *, scale
 
     from ladder.step07_dflash1.attention import DecodeWorkspace
 
-    from .hopper_decode_kernel import dflash2_decode_hopper
+    from .decode_kernel import dflash2_decode_hopper
 
     (batch, q_len, num_heads, head_dim), (_, page_size, num_kv_heads, _) = q.shape, k_cache.shape
     group, device, capacity = num_heads // num_kv_heads, q.device, block_table.shape[1] * page_size

@@ -22,27 +22,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gluon_compat import async_load
-from .hopper_decode_kernel import (
+from .barriers import FREE, PLACES, dflash2_arrive, dflash2_arrive_if, dflash2_sync
+from .decode_kernel import (
     dflash2_decode_cut,
     dflash2_decode_find,
     dflash2_decode_pages,
     dflash2_decode_tell,
     dflash2_decode_tiles,
 )
-from .hopper_kernel import (
-    FREE,
-    PLACES,
-    dflash2_arrive,
-    dflash2_arrive_if,
-    dflash2_clean,
-    dflash2_field,
-    dflash2_pack,
-    dflash2_sync,
-    dflash2_unpack,
-    dflash2_wide,
-)
-from .hopper_mla_merge_kernel import dflash2_mla_merge
+from .gluon_compat import async_load
+from .merge_kernel import dflash2_mla_merge
+from .prefill_kernel import dflash2_clean, dflash2_wide
+from .softmax import dflash2_pack, dflash2_unpack
+from .work import dflash2_field
 
 STAGES = gl.constexpr(2)
 LEFT = gl.constexpr(0)  # pieces of a tile, barriers of their own each: columns 0 .. 256, 256 .. 512, 512 .. 576

@@ -14,18 +14,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .barriers import FREE, PLACES, dflash2_arrive, dflash2_sync
 from .gluon_compat import async_load
-from .hopper_kernel import (
-    FREE,
-    PLACES,
-    dflash2_arrive,
-    dflash2_await_slot,
-    dflash2_clean,
-    dflash2_field,
-    dflash2_pack,
-    dflash2_sync,
-    dflash2_unpack,
-)
+from .prefill_kernel import dflash2_await_slot, dflash2_clean
+from .softmax import dflash2_pack, dflash2_unpack
+from .work import dflash2_field
 
 ROWS = gl.constexpr(64)
 KEYS = gl.constexpr(64)
@@ -52,7 +45,7 @@ def dflash2_decode_add(a, b):
 @gluon.jit
 def dflash2_decode_cut(seq_lens_ptr, batch, capacity, target, most, min_tiles, num_splits, FOUND: gl.constexpr, BLOCK_B: gl.constexpr):
     """(tiles of a split, slots in use, splits of every sequence where all have as many tiles, else 0): how the batch is cut, as
-    ``decode_kernel.dflash2_chunk`` does it. One warp's work.
+    ``portable.decode_kernel.dflash2_chunk`` does it. One warp's work.
     """
     chunk = 1
     each = 0

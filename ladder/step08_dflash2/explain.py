@@ -1,59 +1,21 @@
-"""What a call of step 08 launches and why: tiles from a table for each architecture, ``explain`` in words, ``warmup``."""
-
-import functools
+"""What a call of step 08 launches and why: ``explain`` in words, and ``warmup`` ahead of the first."""
 
 import torch
 
 from ladder.contract import check_flag, check_integer, check_scale
 from ladder.step06_paged.attention import processors
-from ladder.step07_dflash1.attention import arch, prefill_config
+from ladder.step07_dflash1.attention import arch
 
-RUNG = "step08_dflash2"
+from .api import dense, dflash2_decode, dflash2_mla_decode, paged_prefill, varlen
+from .checks import check_options
+from .dispatch import RUNG, device_code, hopper_runs, interpreting
+from .hopper import decode as hopper_decode
+from .hopper import mla as hopper_mla
+from .hopper import prefill as hopper_prefill
+from .tiles import FIXED, launch_config, plan_decode, reach_of
+from .windows import RangeWindows
+
 OPTIONS = ("windows", "softcap", "sinks", "right", "page_size", "ragged", "return_lse")  # of explain and warmup
-
-
-@functools.lru_cache(maxsize=4096)
-def launch_config(
-    head_dim, head_dim_v, itemsize, arch, page_size=0, ragged=False, group=1, tokens=None, most_tokens=None, num_ranges=0, softcap=False
-):  # fmt: skip
-    """Launch parameters of ``dflash2_prefill``: step 07's measured tiles, fitted to short chunks and to masks.
-
-    Args:
-        head_dim, head_dim_v: sizes of a query/key and of a value head. itemsize: bytes of an element.
-        arch: 10 * major + minor of the compute capability. page_size: of the cache; 0 without pages. ragged: packed.
-        group: query heads of a KV head.
-        tokens: new tokens of a sequence, or their mean where sequences differ; None when unknown.
-        most_tokens: an upper bound of it that the host knows; None when it does not.
-        num_ranges: of the windows; 0 without. softcap: whether there is one.
-
-    Returns:
-        A dict of the kernel's compile-time arguments; do not change it, calls share it.
-    """
-    config = prefill_config(head_dim, head_dim_v, itemsize, arch, 0, ragged)
-    small = 128  # keys of a tile; a softcap and ranges take registers, which large tiles leave none of
-    if (softcap or num_ranges) and itemsize == 2 and config["BLOCK_D"] + config["TAIL_D"] > 192:
-        small = 32
-    elif softcap or num_ranges > 1:
-        small = 64
-    if page_size and itemsize == 2:
-        # A page of 16 is no reason for tiles of 16 keys, which rescale the output four times as often as tiles of 64: a
-        # tile looks up the page of each of its keys instead. One stage of loads is that lookup.
-        config["num_stages"] += 1
-        small = min(small, 64)
-    elif page_size:
-        config["BLOCK_N"] = prefill_config(head_dim, head_dim_v, itemsize, arch, page_size, ragged)["BLOCK_N"]
-    config["BLOCK_N"] = min(config["BLOCK_N"], small)
-    pack = 1
-    if tokens is not None and tokens <= config["BLOCK_M"]:
-        # A chunk shorter than a tile fills it with the heads of its group, which then load K and V together.
-        pack = next(p for p in range(min(group, config["BLOCK_M"]), 0, -1) if group % p == 0)
-    if most_tokens is not None and most_tokens * pack < config["BLOCK_M"]:
-        block_m = max(16, 1 << (max(1, most_tokens) * pack - 1).bit_length())  # a tile holds the heads of a token, whatever the bound
-        if block_m <= 32:  # few rows: memory binds, so small programs with more loads under way
-            config.update(BLOCK_M=block_m, BLOCK_N=min(config["BLOCK_N"], 32), num_warps=4, num_stages=config["num_stages"] + (itemsize == 2))
-        elif block_m < config["BLOCK_M"]:
-            config.update(BLOCK_M=block_m, BLOCK_N=min(config["BLOCK_N"], 64), num_warps=4)
-    return {**config, "PACK": pack}
 
 
 def explain(
@@ -83,8 +45,6 @@ def explain(
     p, paged = problem, page_size > 0
     ragged = ragged or paged
     q, k, v = _meta_tensors(p, ragged, page_size)
-    from .attention import check_options, device_code, hopper_code
-
     windows, softcap, right = check_options((q, k, v), p.Hq, p.causal, windows, softcap, None, return_lse, right)
     lines = [f"Prefill of {p.B} x {p.Hq} heads on {p.Hkv}, {p.Sq} queries on {p.Sk} keys, head size {p.D}"
              + (f"/{p.Dv}" if p.Dv != p.D else "") + f", {p.dtype}{', causal' if right == 0 else ''}"
@@ -92,13 +52,12 @@ def explain(
              + (f", softcap {softcap}" if softcap else "") + (", learned sinks" if sinks else "") + (f", pages of {page_size}" if paged else ", packed" if ragged else "") + "."]  # fmt: skip
     if device_code(torch.empty(0, dtype=q.dtype, device=device)) is None:
         return "\n".join([*lines, f"Path: eager PyTorch in float32, because {_why_eager(device)}."])
-    hopper = hopper_code(device)
     why = None
-    if hopper is not None:
-        why = hopper.supports_prefill(q, k, v, paged=paged, causal=p.causal, right=right, windows=windows, softcap=softcap, sinks=sinks or None)
+    if hopper_runs(device):
+        why = hopper_prefill.supports_prefill(q, k, v, paged=paged, causal=p.causal, right=right, windows=windows, softcap=softcap, sinks=sinks or None)
         if why is None:
             lines.append("Kernel: dflash2_prefill_hopper, Gluon for sm_90 (TMA, wgmma, specialised warps).")
-            return "\n".join([*lines, *hopper.describe_prefill(p, right, ragged=ragged, page_size=page_size, processors=processors(device))])
+            return "\n".join([*lines, *hopper_prefill.describe_prefill(p, right, ragged=ragged, page_size=page_size, processors=processors(device))])
     major = arch(device)
     where = f"sm_{major}" if device.type == "cuda" else "Triton's interpreter, with a Hopper's tiles"
     lines.append(f"Kernel: dflash2_prefill, portable Triton, on {where}" + (f", because the sm_90 kernel has no case for it: {why}." if why else "."))
@@ -114,7 +73,6 @@ def explain(
         lines.append(f"A head of {p.D} is {config['BLOCK_D']} + {config['TAIL_D']} columns, not the next power of two.")
     row_tiles = p.Sq // block_t * p.B + p.B if ragged else -(-p.Sq // block_t) * p.B
     lines.append(f"Programs: {row_tiles * (p.Hq // pack)}, one a tile of queries; no keys are split, so no second pass.")
-    from .windows import RangeWindows
 
     def visits(mask):
         count, tiles = mask.visited_tiles(p.Sq, p.Sk, False, block_t, block_n, right=right)
@@ -131,9 +89,6 @@ def explain(
 
 
 def _explain_decode(p, windows, softcap, sinks, device):
-    from . import decode, hopper_decode
-    from .attention import check_options, device_code, hopper_code
-
     windows, softcap, _ = check_options((torch.empty(0, device="meta"),), p.Hq, True, windows, softcap, None, False, None)
     dtype = getattr(torch, p.dtype)
     words = [w for w, on in (("windows", windows is not None), ("softcap", softcap > 0), ("learned sinks", sinks)) if on]
@@ -143,30 +98,30 @@ def _explain_decode(p, windows, softcap, sinks, device):
     if device_code(torch.empty(0, dtype=dtype, device=device)) is None:
         return "\n".join([*lines, f"Path: eager PyTorch in float32, because {_why_eager(device)}."])
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-    plan = decode._plan(
+    plan = plan_decode(
         p.B, p.q_len, p.Hq // p.Hkv, p.Hkv, p.D, p.Dv, p.page_size, p.capacity, p.itemsize, arch(device), processors, p.latent, None,
-        decode._reach(windows, p.q_len), None,
+        reach_of(windows, p.q_len), None,
     )  # fmt: skip
     tiles, rows = plan.config, p.q_len * (p.Hq // p.Hkv)
-    hopper, why = hopper_code(device), None
-    if hopper is not None:
+    why = None
+    if hopper_runs(device):
         q, out = (torch.empty(1, p.q_len, p.Hq, n, dtype=dtype, device="meta") for n in (p.D, p.Dv))
         cache = torch.empty(1, p.page_size, p.Hkv, p.D, dtype=dtype, device="meta")
         masks = dict(scale=1.0, windows=windows, softcap=softcap)
         if p.latent:
-            why = hopper.supports_mla(q, cache[:, :, 0], out, **masks)
+            why = hopper_mla.supports_mla(q, cache[:, :, 0], out, **masks)
         elif not hopper_decode.pays(p.D, rows, p.page_size):
             why = f"heads of {p.D} in pages of {p.page_size} are faster with this one"
         else:
             why = hopper_decode.supports_decode(q, cache, cache[..., : p.Dv], out, **masks)
         if why is None:
-            return "\n".join([*lines, *(hopper.describe_mla if p.latent else hopper_decode.describe_decode)(p, processors)])
+            return "\n".join([*lines, *(hopper_mla.describe_mla if p.latent else hopper_decode.describe_decode)(p, processors)])
     where = f"sm_{arch(device)}" if device.type == "cuda" else "Triton's interpreter, with a Hopper's tiles"
     lines.append(f"Kernel: dflash2_decode, portable Triton, on {where}" + (f", because of sm_90's kernel: {why}." if why else "."))
     lines.append(f"Tiles: {tiles['BLOCK_M']} rows for the {rows} of a KV head ({p.q_len} tokens x {p.Hq // p.Hkv} heads), so K and V are read "
                  f"{plan.row_tiles} x, by {tiles['BLOCK_N']} keys, {tiles['num_warps']} warps, {tiles['num_stages']} stages.")  # fmt: skip
     programs = p.Hkv * plan.row_tiles * plan.num_slots
-    if plan.kind == decode.FIXED:
+    if plan.kind == FIXED:
         lines.append(f"Programs: {programs}, one a sequence, KV head and row tile; keys are not split, so nothing is merged.")
     else:
         lines.append(f"Programs: up to {programs}. The device cuts the batch into about {plan.target} parts of equal length a KV head, no part below "
@@ -175,8 +130,6 @@ def _explain_decode(p, windows, softcap, sinks, device):
 
 
 def _why_eager(device):
-    from .attention import interpreting
-
     if device.type == "cpu" and interpreting():
         return "Triton's interpreter multiplies bfloat16 wrongly, or Triton is not installed"
     return f"tensors are on {device.type} and Triton's interpreter is off" if device.type == "cpu" else f"tensors are on {device.type}"
@@ -222,8 +175,6 @@ def warmup(shapes, device=None):
 def _warm_prefill(
     p, device, *, windows=None, softcap=0.0, sinks=False, right=None, page_size=0, ragged=False, return_lse=False
 ):  # fmt: skip
-    from .attention import dense, paged_prefill, varlen
-
     short = p.replace(B=1, Sq=min(p.Sq, 256), Sk=min(p.Sk, 256))
     if p.Sq and p.Sk:  # sm_90 has a kernel of its own where the diagonal meets the corners of the tiles
         short = short.replace(Sk=short.Sq + (p.Sk - p.Sq) % 128)
@@ -247,35 +198,30 @@ def _warm_prefill(
 
 def _warm_hopper(p, q, k, v, packed, ragged, page_size, options):
     """Launch the sm_90 kernel on the short tensors in the variant that problem ``p`` takes, which its lengths choose; whether it was."""
-    from .attention import check_options, hopper_code
-
-    hopper = hopper_code(q.device)
-    if hopper is None or not (p.B and p.Sq):
+    if not hopper_runs(q.device) or not (p.B and p.Sq):
         return False
     options = dict(options)
     return_lse, names = options.pop("return_lse"), ("windows", "softcap", "right")
     options |= zip(names, check_options((q, k, v), p.Hq, p.causal, options["windows"], options["softcap"], options["sinks"], return_lse, options["right"]))
     out = q.new_empty(*q.shape[:-1], p.Dv)
-    if hopper.supports_prefill(q, k, v, out=out, paged=page_size > 0, **options) is not None:
+    if hopper_prefill.supports_prefill(q, k, v, out=out, paged=page_size > 0, **options) is not None:
         return False
     cu_q, cu_k, table, lengths = packed
     if page_size:
         packed = dict(cu_seqlens_q=cu_q, block_table=table, seq_lens=lengths)
     else:
         packed = dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k) if ragged else {}
-    config, _, num_splits, *_ = hopper.plan_problem(
+    config, _, num_splits, *_ = hopper_prefill.plan_problem(
         p, options["right"], ragged=ragged, page_size=page_size, processors=processors(q.device), windows=options["windows"] is not None
     )
     lse = q.new_empty(*((p.Hq, len(q)) if ragged else q.shape[:3]), dtype=torch.float32) if return_lse else None
     # The number of splits is a value; whether there are any is a variant.
-    hopper.launch_prefill(q, k, v, out, lse, num_splits=min(num_splits, 2), config=config, **packed, **options)
+    hopper_prefill.launch_prefill(q, k, v, out, lse, num_splits=min(num_splits, 2), config=config, **packed, **options)
     return True
 
 
 def _warm_decode(p, options, device):
     """One decode call of the problem's batch and capacity on a cache of one page that every entry names."""
-    from . import decode
-
     options = dict(options)
     if options.pop("sinks", False):
         options["sinks"] = torch.zeros(p.Hq, device=device)
@@ -285,10 +231,10 @@ def _warm_decode(p, options, device):
     lengths = torch.full((p.B,), min(p.capacity, p.page_size), dtype=torch.int32, device=device)
     if p.latent:
         cache = torch.zeros(1, p.page_size, p.D, dtype=dtype, device=device)
-        decode.dflash2_mla_decode(q, cache, table, lengths, scale=p.D**-0.5 if p.scale is None else p.scale, head_dim_v=p.Dv, **options)
+        dflash2_mla_decode(q, cache, table, lengths, scale=p.D**-0.5 if p.scale is None else p.scale, head_dim_v=p.Dv, **options)
     else:
         caches = (torch.zeros(1, p.page_size, p.Hkv, n, dtype=dtype, device=device) for n in (p.D, p.Dv))
-        decode.dflash2_decode(q, *caches, table, lengths, scale=p.scale, **options)
+        dflash2_decode(q, *caches, table, lengths, scale=p.scale, **options)
 
 
 def _meta_tensors(p, ragged, page_size):

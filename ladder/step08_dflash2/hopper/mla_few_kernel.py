@@ -14,25 +14,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gluon_compat import async_load
-from .hopper_decode_kernel import (
+from .barriers import FREE, PLACES, dflash2_arrive, dflash2_sync
+from .decode_kernel import (
     dflash2_decode_cut,
     dflash2_decode_find,
     dflash2_decode_pages,
     dflash2_decode_tell,
     dflash2_decode_tiles,
 )
-from .hopper_kernel import (
-    FREE,
-    PLACES,
-    dflash2_arrive,
-    dflash2_await_slot,
-    dflash2_clean,
-    dflash2_field,
-    dflash2_sync,
-)
-from .hopper_mla_kernel import PLAIN
-from .hopper_mla_merge_kernel import dflash2_mla_merge
+from .gluon_compat import async_load
+from .merge_kernel import dflash2_mla_merge
+from .mla_kernel import PLAIN
+from .prefill_kernel import dflash2_await_slot, dflash2_clean
+from .work import dflash2_field
 
 KEYS = gl.constexpr(64)
 CHUNK = gl.constexpr(64)  # columns of one copy: a row of the swizzle

@@ -1,0 +1,1 @@
+"""Step 08's kernels for every other device, in Triton, which its interpreter runs too."""
