@@ -23,7 +23,7 @@ def check_number(owner, name, value, least=0.0, most=math.inf, *, above=False):
     except OverflowError:  # an integer of hundreds of digits
         number = math.inf
     if not (least < number <= most or not above and number == least) or number == math.inf:
-        raise ValueError(f"{owner}: {name} is {number:g}; want {wanted}")
+        raise ValueError(f"{owner}: {name} is {value if number != math.inf else number}; want {wanted}")
     return number
 
 

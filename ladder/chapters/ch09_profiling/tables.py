@@ -216,7 +216,7 @@ def launched():
     for rung in RUNGS:
         if not rung.needs_triton:
             continue
-        text = "\n".join(p.read_text() for p in sorted((PACKAGE / rung.name).glob("*.py")))
+        text = "\n".join(p.read_text() for p in sorted((PACKAGE / rung.name).rglob("*.py")))
         defined = set(re.findall(r"@(?:triton|gluon)\.jit[^\n]*\ndef (\w+)", text))
         direct = set(re.findall(r"\b(\w+)\[", text))
         attributes = set(re.findall(r"(?:\bkernels|\))\.(\w+)\b", text))
