@@ -40,7 +40,7 @@ def outside_autocast(function):
 def kernel_entry(function):
     """Decorate an entry that hands tensors to a kernel, which reads plain memory and can be followed by no derivative.
 
-    The entry runs outside autocast. It raises, naming its rung and the argument: ValueError for a nested or sparse tensor;
+    The entry runs outside autocast. It raises, naming its rung (itself outside one) and the argument: ValueError for a nested or sparse tensor;
     NotImplementedError for a tensor whose gradients are recorded, for one with a forward-mode tangent, which would be lost,
     and for any inside ``torch.func`` transforms (vmap, jvp, grad).
     """
@@ -54,8 +54,7 @@ def graph_entry(function):
 
 def _guarded(function, refuses_gradients):
     run = outside_autocast(function)
-    parts = function.__module__.split(".")
-    owner = parts[1] if parts[1].startswith("step") else function.__name__
+    owner = next((part for part in function.__module__.split(".") if part.startswith("step")), function.__name__)
 
     @functools.wraps(function)
     def call(*args, **kwargs):

@@ -6,6 +6,7 @@ from torch.autograd import forward_ad
 
 import ladder.step08_dflash2 as step08
 from ladder import rungs
+from ladder.contract import kernel_entry
 from ladder.integrations import flash_attn as fa
 from ladder.step06_paged import paged_decode
 from ladder.step07_dflash1 import (
@@ -310,3 +311,15 @@ def test_the_first_rungs_want_dense_tensors_too(name, kind):
     arguments["k"] = x.to_sparse() if kind == "sparse_coo" else torch.nested.nested_tensor(list(x), layout=layout)
     with pytest.raises(ValueError, match=f"k is a {'nested' if kind != 'sparse_coo' else kind} tensor; want a dense one"):
         ENTRIES[name][0](**arguments)
+
+
+def test_an_entry_may_stand_in_a_notebook():
+    """Whose module has a name of one part, and no rung to name."""
+    def mine(x):
+        return x
+
+    mine.__module__ = "__main__"
+    entry = kernel_entry(mine)
+    assert entry(torch.ones(1)) == 1
+    with pytest.raises(NotImplementedError, match="^mine: x requires gradients"):
+        entry(torch.ones(1, requires_grad=True))
