@@ -40,9 +40,9 @@ def outside_autocast(function):
 def kernel_entry(function):
     """Decorate an entry that hands tensors to a kernel, which reads plain memory and can be followed by no derivative.
 
-    The entry runs outside autocast. It raises, naming its rung (itself outside one) and the argument: ValueError for a nested or sparse tensor;
-    NotImplementedError for a tensor whose gradients are recorded, for one with a forward-mode tangent, which would be lost,
-    and for any inside ``torch.func`` transforms (vmap, jvp, grad).
+    The entry runs outside autocast. It raises, naming its rung (itself outside one) and the argument: ValueError for a nested
+    or sparse tensor; NotImplementedError for a tensor whose gradients are recorded, for one with a forward-mode tangent, which
+    would be lost, and for any inside ``torch.func`` transforms (vmap, jvp, grad).
     """
     return _guarded(function, True)
 
