@@ -1,11 +1,10 @@
 """The floors of the house: imports run downwards only, and no files import each other in a circle."""
 
 import ast
-from pathlib import Path
 
 import pytest
+from support import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 # From the ground up: a file may import its own floor and those below. "stepNN" stands for the rungs, which have an order of
 # their own; commands by their old names stand on the roof.
 OLD_COMMANDS = ("bench_v1", "bench_v2", "bench_fusion", "bench_variants", "bench_multi_gpu")

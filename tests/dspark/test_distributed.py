@@ -4,8 +4,8 @@ import time
 
 import numpy as np
 import pytest
-import ranks as rank_code
 import torch
+from support import dspark_ranks as rank_code
 
 from dspark_mini.dispatch import _mark
 from dspark_mini.experts import expert_mlp, make_expert, row_matmul

@@ -3,7 +3,6 @@ itself."""
 
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +11,10 @@ from dspark_mini import Placement, bundled_trace, gpu_tokens, place, split_batch
 from ladder.chapters.ch10_scheduling import exercises
 
 ipywidgets = pytest.importorskip("ipywidgets")
+from support import ROOT
+
 from ladder.chapters.ch10_scheduling import widgets
 
-ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "notebooks" / "10_scheduling.ipynb"
 RECORD = ROOT / "notebooks" / "results" / "dspark.json"
 

@@ -4,9 +4,9 @@ import time
 
 import numpy as np
 import pytest
-from exact import exact_peak, lp_peak
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.exact import exact_peak, lp_peak
 
 from dspark_mini import Placement, balancedness, place, rebalance, shrink
 from dspark_mini.baselines import contiguous, least_loaded, replicate_and_pack, round_robin

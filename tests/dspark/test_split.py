@@ -4,10 +4,10 @@ import time
 
 import numpy as np
 import pytest
-from exact import lp_peak
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
+from support.exact import lp_peak
 
 from dspark_mini import Placement, assign_sources, bundled_trace, gpu_tokens, place, split_batch, split_bound
 from dspark_mini.baselines import equal_split
