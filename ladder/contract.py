@@ -2,19 +2,24 @@
 
 Every rung exports ``attention(q, k, v, *, causal=False, scale=None)`` in the layout of
 ``torch.nn.functional.scaled_dot_product_attention``; the rungs differ in what they compute with it, not in what they
-accept. A rung calls ``check_attention`` first and passes what it can do; what it cannot do raises
+accept. A rung calls ``check_attention`` first; what it cannot do, which ``ladder.rungs`` knows, raises
 ``NotImplementedError`` naming the rung that can.
 """
 
 import functools
 import inspect
+import itertools
 import math
 import numbers
 
 import torch
 from torch.autograd import forward_ad
 
+from .rungs import find
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+INT32 = (torch.int32,)
+INTEGERS = (torch.int32, torch.int64)
 
 
 def outside_autocast(function):
@@ -89,29 +94,60 @@ def check_strided(argument: str, x: torch.Tensor) -> None:
         raise ValueError(f"{argument} is a {kind} tensor; want a dense one (pack sequences of different lengths, with cu_seqlens)")
 
 
+def expect(
+    rung: str, name: str, x: torch.Tensor, shape: tuple, dtypes=FLOATS, device=None, *,
+    owner: str = "q", optional: bool = False, contiguous: bool = False,
+) -> None:  # fmt: skip
+    """Check one tensor.
+
+    Args:
+        rung, name: of the caller and the argument, for the messages.
+        x: what came.
+        shape: a size for each dimension; a string names a dimension of any size.
+        dtypes: a tuple of the dtypes that fit, or one dtype alone: that of ``owner``.
+        device: that of ``owner``; None for any.
+        owner: the argument whose dtype and device are wanted.
+        optional: ``x`` may be None.
+        contiguous: the elements must lie in order, without gaps.
+
+    Raises:
+        TypeError: ``x`` is no tensor. ValueError: it does not fit; the message says what came and what is wanted.
+    """
+    if x is None and optional:
+        return
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{rung}: {name} is a {type(x).__name__}; want a torch.Tensor {_layout(shape)}{', or None' if optional else ''}")
+    check_strided(f"{rung}: {name}", x)
+    if x.ndim != len(shape) or any(not isinstance(n, str) and n != m for n, m in zip(shape, x.shape)):
+        raise ValueError(f"{rung}: {name} has shape {tuple(x.shape)}; want {_layout(shape)}")
+    if isinstance(dtypes, torch.dtype):
+        if x.dtype != dtypes:
+            raise ValueError(f"{rung}: {name} has dtype {x.dtype}; want {dtypes}, the dtype of {owner}")
+    elif x.dtype not in dtypes:
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{rung}: {name} has dtype {x.dtype}; want {wanted}")
+    if device is not None and x.device != device:
+        raise ValueError(f"{rung}: {name} is on {x.device}; want {device}, the device of {owner}")
+    if contiguous and not x.is_contiguous():
+        raise ValueError(f"{rung}: {name} has strides {x.stride()}; want a contiguous tensor")
+
+
+def _layout(shape):
+    return "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"
+
+
 def check_attention(
-    rung: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float | None,
-    grouped_heads: bool = False,
-    unequal_head_dims: bool = False,
-    max_head_dim: int | None = None,
-    dtypes: tuple[torch.dtype, ...] = FLOATS,
-) -> float:
+    rung: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+    causal: bool, scale: float | None, packed: bool = False, any_heads: bool = False,
+) -> float:  # fmt: skip
     """Check ``attention`` arguments and return the softmax scale to use.
 
     Args:
-        rung: name of the calling rung, for the messages.
+        rung: name of the calling rung; ``ladder.rungs`` knows what it computes.
         q: (B, Hq, Sq, D). k: (B, Hkv, Sk, D). v: (B, Hkv, Sk, Dv). One floating dtype, one device, any strides.
         causal, scale: as the caller of ``attention`` gave them.
-        grouped_heads: the rung computes Hq != Hkv.
-        unequal_head_dims: the rung computes D != Dv.
-        max_head_dim: largest D or Dv the rung computes; None for no limit.
-        dtypes: element types the rung computes.
+        packed: q is (total_q, Hq, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv): sequences one after another.
+        any_heads: grouped heads, unequal sizes and sizes above the rung's limit are no error.
 
     Returns:
         ``scale``, or 1/sqrt(D) when it is None.
@@ -121,53 +157,74 @@ def check_attention(
         ValueError: a shape, dtype or device does not fit; the message names the argument, what came, what is wanted.
         NotImplementedError: valid attention that this rung does not compute; the message names the rung that does.
     """
-    for name, tensor, layout in (("q", q, "(B, Hq, Sq, D)"), ("k", k, "(B, Hkv, Sk, D)"), ("v", v, "(B, Hkv, Sk, Dv)")):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{rung}: {name} is a {type(tensor).__name__}; want a torch.Tensor of shape {layout}")
-        check_strided(f"{rung}: {name}", tensor)
-        if tensor.ndim != 4:
-            raise ValueError(f"{rung}: {name} has shape {tuple(tensor.shape)}; want four dimensions {layout}")
-        if tensor.dtype not in dtypes:
-            wanted = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
-            raise ValueError(f"{rung}: {name} has dtype {tensor.dtype}; want one of {wanted}")
-    for name, tensor in (("k", k), ("v", v)):
-        if tensor.dtype != q.dtype:
-            raise ValueError(f"{rung}: {name} has dtype {tensor.dtype}; want {q.dtype}, the dtype of q")
-        if tensor.device != q.device:
-            raise ValueError(f"{rung}: {name} is on {tensor.device}; want {q.device}, the device of q")
-        if tensor.shape[0] != q.shape[0]:
-            raise ValueError(f"{rung}: {name} has batch size {tensor.shape[0]}; want {q.shape[0]}, the batch size of q")
+    if packed:
+        expect(rung, "q", q, ("total_q", "Hq", "D"))
+        expect(rung, "k", k, ("total_k", "Hkv", q.shape[2]), q.dtype, q.device)
+        expect(rung, "v", v, (*k.shape[:2], "Dv"), q.dtype, q.device)
+    else:
+        expect(rung, "q", q, ("B", "Hq", "Sq", "D"))
+        expect(rung, "k", k, (q.shape[0], "Hkv", "Sk", q.shape[3]), q.dtype, q.device)
+        expect(rung, "v", v, (*k.shape[:3], "Dv"), q.dtype, q.device)
+    _check_heads(rung, q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], any_heads)
+    check_flag(rung, "causal", causal)
+    return check_scale(rung, scale, q.shape[-1])
 
-    (_, num_heads, _, head_dim), (_, num_kv_heads, seqlen_k, _) = q.shape, k.shape
-    head_dim_v = v.shape[3]
-    if head_dim == 0 or head_dim_v == 0:
-        name, tensor = ("q", q) if head_dim == 0 else ("v", v)
-        raise ValueError(f"{rung}: {name} has shape {tuple(tensor.shape)}, head size 0; want at least 1")
-    if k.shape[3] != head_dim:
-        raise ValueError(f"{rung}: k has head size {k.shape[3]}; want {head_dim}, the head size of q")
-    if v.shape[1] != num_kv_heads:
-        raise ValueError(f"{rung}: v has {v.shape[1]} heads; want {num_kv_heads}, the heads of k")
-    if v.shape[2] != seqlen_k:
-        raise ValueError(f"{rung}: v has length {v.shape[2]}; want {seqlen_k}, the length of k")
+
+def _check_heads(rung, num_heads, num_kv_heads, head_dim, head_dim_v, any_heads):
+    if not head_dim or not head_dim_v:
+        raise ValueError(f"{rung}: {'v' if head_dim else 'q'} has head size 0; want at least 1")
     if num_heads != num_kv_heads and (num_kv_heads == 0 or num_heads % num_kv_heads):
-        raise ValueError(f"{rung}: q has {num_heads} heads; want a multiple of the {num_kv_heads} heads of k and v")
+        raise ValueError(f"{rung}: q has {num_heads} heads; want a multiple of the {num_kv_heads} heads of the keys")
+    lacking = None if any_heads else find(rung).lacks(num_heads, num_kv_heads, head_dim, head_dim_v)
+    if lacking:
+        raise NotImplementedError(f"{rung}: {lacking}")
 
-    if num_heads != num_kv_heads and not grouped_heads:
-        raise NotImplementedError(
-            f"{rung}: grouped heads ({num_heads} query heads on {num_kv_heads} KV heads) arrive with step04_gqa"
-        )
-    if head_dim != head_dim_v and not unequal_head_dims:
-        raise NotImplementedError(
-            f"{rung}: unequal head sizes (qk {head_dim}, v {head_dim_v}) arrive with step04_gqa"
-        )
-    if max_head_dim is not None and max(head_dim, head_dim_v) > max_head_dim:
-        raise NotImplementedError(
-            f"{rung}: head size {max(head_dim, head_dim_v)} is above {max_head_dim}; step04_gqa has no limit"
-        )
 
-    if not isinstance(causal, bool):
-        raise TypeError(f"{rung}: causal is {causal!r}; want True or False")
+def check_paged(rung, q, k_cache, v_cache, block_table, seq_lens, *, scale, packed=False, any_heads=False):
+    """Check what every kernel over a paged cache is given, and return the softmax scale to use.
+
+    On a CPU the lengths and the pages that they reach are checked too. On a GPU that would wait for the device, so the
+    kernels themselves write NaN for a sequence whose length is negative or beyond its block table; pages are trusted.
+
+    Args:
+        q: (B, q_len, Hq, D), or (total_q, Hq, D) when ``packed``.
+        k_cache: (num_pages, page_size, Hkv, D). v_cache: (num_pages, page_size, Hkv, Dv).
+        block_table: (B, max_pages) int32. seq_lens: (B,) int32.
+        scale, any_heads: as in ``check_attention``.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what is wanted. NotImplementedError: head size.
+    """
+    expect(rung, "q", q, ("total_q", "Hq", "D") if packed else ("B", "q_len", "Hq", "D"))
+    expect(rung, "k_cache", k_cache, ("num_pages", "page_size", "Hkv", q.shape[-1]), q.dtype, q.device)
+    expect(rung, "v_cache", v_cache, (*k_cache.shape[:3], "Dv"), q.dtype, q.device)
+    num_pages, page_size, num_kv_heads, head_dim = k_cache.shape
+    if not page_size or not num_kv_heads:
+        raise ValueError(f"{rung}: k_cache has shape {tuple(k_cache.shape)}; want pages of at least one token, and at least one head")
+    _check_heads(rung, q.shape[-2], num_kv_heads, head_dim, v_cache.shape[3], any_heads)
+    expect(rung, "seq_lens", seq_lens, ("B" if packed else q.shape[0],), INT32, q.device, contiguous=True)
+    expect(rung, "block_table", block_table, (seq_lens.shape[0], "max_pages"), INT32, q.device)
+    if seq_lens.device.type == "cpu" and seq_lens.numel():
+        _check_pages(rung, block_table, seq_lens, num_pages, page_size)
     return check_scale(rung, scale, head_dim)
+
+
+def _check_pages(rung, block_table, seq_lens, num_pages, page_size):
+    """Check lengths, and the entries of the block table that they reach: those behind may be anything."""
+    capacity = block_table.shape[1] * page_size
+    shortest, longest = int(seq_lens.min()), int(seq_lens.max())
+    if shortest < 0 or longest > capacity:
+        wrong = shortest if shortest < 0 else longest
+        raise ValueError(f"{rung}: seq_lens holds {wrong}; want 0 .. {capacity}, what a row of block_table can address")
+    live = torch.arange(block_table.shape[1])[None] * page_size < seq_lens[:, None]
+    wrong = (live & ((block_table < 0) | (block_table >= num_pages))).nonzero()
+    if len(wrong):
+        row, column = wrong[0].tolist()
+        pages = f"0 .. {num_pages - 1}" if num_pages else "no live entry: the cache has no page"
+        raise ValueError(
+            f"{rung}: block_table[{row}, {column}] is {int(block_table[row, column])}, and seq_lens[{row}] = "
+            f"{int(seq_lens[row])} reaches it; want {pages}"
+        )
 
 
 def check_scale(rung: str, scale: float | None, head_dim: int) -> float:
@@ -191,21 +248,64 @@ def check_cu_seqlens(rung: str, name: str, cu_seqlens: torch.Tensor, total: int)
     Raises:
         TypeError, ValueError: naming ``name``, what came and what is wanted.
     """
-    if not isinstance(cu_seqlens, torch.Tensor):
-        raise TypeError(f"{rung}: {name} is a {type(cu_seqlens).__name__}; want an int32 torch.Tensor (num_seqs + 1,)")
-    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
-        raise ValueError(f"{rung}: {name} has shape {tuple(cu_seqlens.shape)}; want (num_seqs + 1,)")
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{rung}: {name} has dtype {cu_seqlens.dtype}; want int32 or int64")
-    bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != total or any(a > b for a, b in zip(bounds, bounds[1:])):
+    expect(rung, name, cu_seqlens, ("num_seqs + 1",), INTEGERS)
+    if not cu_seqlens.numel():
+        raise ValueError(f"{rung}: {name} has shape (0,); want (num_seqs + 1,)")
+    return check_bounds(rung, name, cu_seqlens.tolist(), total, f"up to the {total} packed tokens")
+
+
+def check_bounds(rung: str, name: str, bounds: list[int], total: int, wanted: str) -> list[int]:
+    """``bounds`` when they start at 0, never fall and end at ``total``; else ValueError, whose message ends in ``wanted``."""
+    if bounds[0] != 0 or bounds[-1] != total or any(a > b for a, b in itertools.pairwise(bounds)):
         shown = bounds if len(bounds) <= 8 else [*bounds[:4], "...", *bounds[-3:]]
-        raise ValueError(f"{rung}: {name} is {shown}; want 0, then never falling, up to the {total} packed tokens")
+        raise ValueError(f"{rung}: {name} is {shown}; want 0, then never falling, {wanted}")
     return bounds
 
 
-def check_integer(rung: str, name: str, value: int, least: int, optional: bool = False) -> int:
-    """Return ``value`` as an int; TypeError when it is no integer (a bool is none, numpy's are), ValueError below ``least``."""
+def check_starts(
+    rung: str, name: str, cu_seqlens: torch.Tensor, packed: torch.Tensor, num_seqs: int | None = None, owner: str = "cu_seqlens_q"
+) -> int:
+    """``check_cu_seqlens`` for a kernel over the ``packed`` tokens: values are read on a CPU only. Returns the number of sequences.
+
+    num_seqs: how many there must be, those of the argument ``owner``.
+    """
+    expect(rung, name, cu_seqlens, ("num_seqs + 1",), INTEGERS, packed.device, contiguous=True)
+    found, total = cu_seqlens.numel() - 1, packed.shape[0]
+    if packed.device.type == "cpu":
+        check_cu_seqlens(rung, name, cu_seqlens, total)
+    elif found < 0 or found == 0 < total:  # the kernels would look for a first sequence
+        raise ValueError(f"{rung}: {name} has no sequence; want one at least for the {total} packed tokens")
+    if num_seqs is not None and found != num_seqs:
+        raise ValueError(f"{rung}: {name} has {found} sequences; want {num_seqs}, those of {owner}")
+    return found
+
+
+def check_out(
+    rung: str, out: torch.Tensor | None, q: torch.Tensor, shape: tuple, *,
+    owner: str = "q", one_token: bool = False, more_rows: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """A new tensor of ``shape`` with dtype and device of ``q``, whose name is ``owner``, or ``out`` after a check.
+
+    one_token: the caller knows no dimension of tokens: (B, H, Dv) comes and (B, 1, H, Dv) returns.
+    more_rows: ``out`` may be longer than ``shape`` says.
+    """
+    if out is None:
+        return q.new_empty(shape)
+    wanted = (shape[0], *shape[2:]) if one_token else (f"at least {shape[0]}", *shape[1:]) if more_rows else shape
+    expect(rung, "out", out, wanted, q.dtype, q.device, owner=owner, optional=True)
+    if more_rows and out.shape[0] < shape[0]:
+        raise ValueError(f"{rung}: out has shape {tuple(out.shape)}; want {_layout(wanted)}")
+    check_no_overlap(rung, "out", out)
+    return out[:, None] if one_token else out
+
+
+def check_integer(rung: str, name: str, value: int | None, least: int, optional: bool = False) -> int | None:
+    """``value`` as an int; TypeError when it is no integer (a bool is none, numpy's are), ValueError below ``least``.
+
+    optional: None is no error, and is what returns.
+    """
+    if value is None and optional:
+        return None
     wanted = f"an integer of at least {least}" + (", or None" if optional else "")
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{rung}: {name} is {value!r}; want {wanted}")

@@ -40,15 +40,21 @@ class Rung:
 
     def why_not(self, problem):
         """Why this rung cannot compute ``problem``, or None."""
-        if problem.Hq != problem.Hkv and "grouped_heads" not in self.features:
-            return "grouped heads arrive with step04_gqa"
-        if problem.D != problem.Dv and "unequal_head_dims" not in self.features:
-            return "unequal head sizes arrive with step04_gqa"
-        if self.max_head_dim is not None and max(problem.D, problem.Dv) > self.max_head_dim:
-            return f"head sizes above {self.max_head_dim} stay with step04_gqa"
+        return self.lacks(problem.Hq, problem.Hkv, problem.D, problem.Dv)
+
+    def lacks(self, num_heads, num_kv_heads, head_dim, head_dim_v):
+        """What heads of this number and these sizes need and this rung does not have, in words; None if it computes them."""
+        if num_heads != num_kv_heads and "grouped_heads" not in self.features:
+            return f"grouped heads ({num_heads} query heads on {num_kv_heads} KV heads) arrive with step04_gqa"
+        if head_dim != head_dim_v and "unequal_head_dims" not in self.features:
+            return f"unequal head sizes (qk {head_dim}, v {head_dim_v}) arrive with step04_gqa"
+        widest = max(head_dim, head_dim_v)
+        if self.max_head_dim is not None and widest > self.max_head_dim:
+            return f"head size {widest} is above {self.max_head_dim}; step04_gqa has no limit"
         return None
 
 
+MAX_HEAD_DIM = 256  # columns that the kernels' tiles of one head have room for; a latent cache (MLA) has tiles of its own
 _MODEL_SHAPES = frozenset({"lse", "grouped_heads", "unequal_head_dims"})
 
 RUNGS = (
@@ -58,13 +64,13 @@ RUNGS = (
     Rung(4, "step04_gqa", "Grouped heads", "a group's heads share one tile; the shapes of real models",
          _MODEL_SHAPES | {"ragged"}),
     Rung(5, "step05_fused", "Fused", "one Triton kernel: no tile leaves the chip",
-         _MODEL_SHAPES, needs_triton=True, max_head_dim=256),
+         _MODEL_SHAPES, needs_triton=True, max_head_dim=MAX_HEAD_DIM),
     Rung(6, "step06_paged", "Paged", "KV in pages; decode splits one sequence over the whole chip",
-         _MODEL_SHAPES | {"paged"}, needs_triton=True, max_head_dim=256),
+         _MODEL_SHAPES | {"paged"}, needs_triton=True, max_head_dim=MAX_HEAD_DIM),
     Rung(7, "step07_dflash1", "DFlash v1", "what an MoE server runs: packed groups, MLA, ragged chunks, tokens by expert",
-         _MODEL_SHAPES | {"ragged", "paged", "mla", "expert_groups"}, needs_triton=True, max_head_dim=256),
+         _MODEL_SHAPES | {"ragged", "paged", "mla", "expert_groups"}, needs_triton=True, max_head_dim=MAX_HEAD_DIM),
     Rung(8, "step08_dflash2", "DFlash v2", "each query range visits its own keys; fused with what surrounds it, for production",
-         _MODEL_SHAPES | {"ragged", "paged", "mla", "windows", "fusion"}, needs_triton=True, max_head_dim=256),
+         _MODEL_SHAPES | {"ragged", "paged", "mla", "windows", "fusion"}, needs_triton=True, max_head_dim=MAX_HEAD_DIM),
 )  # fmt: skip
 
 

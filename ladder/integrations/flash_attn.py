@@ -17,8 +17,14 @@ Hints that may change speed but no value are accepted: ``pack_gqa`` (groups are 
 
 import torch
 
-from ladder.contract import check_cu_seqlens, check_flag, check_integer, check_strided, graph_entry
-from ladder.step06_paged.cache import check_paged
+from ladder.contract import (
+    check_cu_seqlens,
+    check_flag,
+    check_integer,
+    check_paged,
+    check_strided,
+    graph_entry,
+)
 from ladder.step08_dflash2 import RangeWindows, dflash2_decode
 from ladder.step08_dflash2.api import dense, paged_prefill, varlen
 from ladder.step08_dflash2.checks import check_options
@@ -592,10 +598,7 @@ def _lengths(name, argument, lengths, batch, device):
 
 def _check_before_append(q, k_cache, v_cache, table, lengths, scale):
     """What attention would refuse once the new keys are written."""
-    check_paged(
-        RUNG, q, k_cache, v_cache[..., :MAX_HEAD_DIM], table, lengths, scale=scale, max_head_dim=MAX_HEAD_DIM,
-        q_layout="(B, Sq, Hq, D)" if q.ndim == 4 else "(total_q, Hq, D)", batch_of_q=q.ndim == 4,
-    )  # fmt: skip
+    check_paged(RUNG, q, k_cache, v_cache[..., :MAX_HEAD_DIM], table, lengths, scale=scale, packed=q.ndim == 3)
 
 
 def _append(k_cache, v_cache, k, v, table, lengths, cu_seqlens_new):

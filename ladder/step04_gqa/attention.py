@@ -2,7 +2,7 @@
 
 import torch
 
-from ladder.contract import check_attention, check_cu_seqlens, check_strided
+from ladder.contract import check_attention, check_cu_seqlens
 
 TILE_Q = 4096  # large: every tile costs PyTorch a dozen launches or more
 TILE_K = 256
@@ -28,9 +28,7 @@ def attention(q, k, v, *, causal=False, scale=None, return_lse=False, tile_q=TIL
 
     Source: Ainslie et al., "GQA"; the packing of a group into one tile is FlashAttention's and FlashInfer's.
     """
-    scale = check_attention(
-        "step04_gqa", q, k, v, causal=causal, scale=scale, grouped_heads=True, unequal_head_dims=True
-    )
+    scale = check_attention("step04_gqa", q, k, v, causal=causal, scale=scale)
     (batch, num_heads, seqlen_q, head_dim), (_, num_kv_heads, seqlen_k, _) = q.shape, k.shape
     group = num_heads // num_kv_heads if num_kv_heads else 1
     head_dim_v, offset = v.shape[3], seqlen_k - seqlen_q
@@ -92,25 +90,15 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *, causal=False, scale
     Source: the packed layout of FlashAttention's ``flash_attn_varlen_func``.
     """
     rung = "step04_gqa"
-    for name, tensor, layout in (("q", q, "(total_q, Hq, D)"), ("k", k, "(total_k, Hkv, D)"), ("v", v, "(total_k, Hkv, Dv)")):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{rung}: {name} is a {type(tensor).__name__}; want a torch.Tensor of shape {layout}")
-        check_strided(f"{rung}: {name}", tensor)
-        if tensor.ndim != 3:
-            raise ValueError(f"{rung}: {name} has shape {tuple(tensor.shape)}; want three dimensions {layout}")
+    check_attention(rung, q, k, v, causal=causal, scale=scale, packed=True)
     starts_q = check_cu_seqlens(rung, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
     starts_k = check_cu_seqlens(rung, "cu_seqlens_k", cu_seqlens_k, k.shape[0])
     if len(starts_q) != len(starts_k):
-        raise ValueError(
-            f"{rung}: cu_seqlens_k has {len(starts_k) - 1} sequences; want {len(starts_q) - 1}, those of cu_seqlens_q"
-        )
+        raise ValueError(f"{rung}: cu_seqlens_k has {len(starts_k) - 1} sequences; want {len(starts_q) - 1}, those of cu_seqlens_q")
 
     def as_batch(packed):
         return packed.transpose(0, 1)[None]  # (tokens, H, D) -> (1, H, tokens, D), a view
 
-    check_attention(
-        rung, as_batch(q), as_batch(k), as_batch(v), causal=causal, scale=scale, grouped_heads=True, unequal_head_dims=True
-    )
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
     for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:]):

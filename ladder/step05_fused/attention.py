@@ -6,7 +6,6 @@ import torch
 
 from ladder.contract import check_attention, kernel_entry
 
-MAX_HEAD_DIM = 256
 LOG2_E = 1.0 / math.log(2.0)
 
 
@@ -33,11 +32,9 @@ def attention(q, k, v, *, causal=False, scale=None, return_lse=False):
     Source: Dao, "FlashAttention-2", algorithm 1.
     """
     rung = "step05_fused"
-    scale = check_attention(
-        rung, q, k, v, causal=causal, scale=scale,
-        grouped_heads=True, unequal_head_dims=True, max_head_dim=MAX_HEAD_DIM,
-    )  # fmt: skip
-    kernel = _kernel(rung, q)
+    scale = check_attention(rung, q, k, v, causal=causal, scale=scale)
+    check_device(rung, q)
+    from .kernel import fused_attention_forward as kernel
 
     (batch, num_heads, seqlen_q, head_dim), (_, num_kv_heads, seqlen_k, _) = q.shape, k.shape
     head_dim_v = v.shape[3]
@@ -103,8 +100,8 @@ def processor(device):
     return properties.shared_memory_per_block_optin, (properties.major, properties.minor)
 
 
-def _kernel(rung, q):
-    """The kernel, imported on first use so that ``import ladder`` needs no Triton; checks that it can run on q."""
+def check_device(rung, q):
+    """Raise unless Triton's kernels can run on ``q``. Triton is imported here first, so that ``import ladder`` needs none."""
     try:
         from triton.runtime.interpreter import InterpretedFunction
     except ImportError as error:
@@ -121,7 +118,6 @@ def _kernel(rung, q):
         raise ValueError(f"{rung}: q is on {q.device}; want a CUDA tensor")
     if interpreted and q.dtype == torch.bfloat16:
         raise ValueError(f"{rung}: q has dtype bfloat16, which Triton's interpreter multiplies wrongly; want float16 or float32")
-    return fused_attention_forward
 
 
 def bytes_moved(problem):

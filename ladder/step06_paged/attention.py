@@ -2,10 +2,8 @@
 
 import torch
 
-from ladder.contract import check_flag, check_integer, check_no_overlap, kernel_entry
-from ladder.step05_fused.attention import LOG2_E, MAX_HEAD_DIM, attention, bytes_moved
-
-from .cache import check_paged
+from ladder.contract import check_flag, check_integer, check_out, check_paged, kernel_entry
+from ladder.step05_fused.attention import LOG2_E, attention, bytes_moved, check_device
 
 __all__ = ["attention", "bytes_moved", "choose_num_splits", "decode_bytes_moved", "paged_decode"]  # dense prefill: step 05's
 
@@ -51,46 +49,38 @@ def paged_decode(
     one_token = isinstance(q, torch.Tensor) and q.ndim == 3
     if one_token:
         q = q[:, None]
-    scale = check_paged(
-        rung, q, k_cache, v_cache, block_table, seq_lens,
-        scale=scale, max_head_dim=MAX_HEAD_DIM, q_layout="(B, q_len, Hq, D)",
-    )  # fmt: skip
+    scale = check_paged(rung, q, k_cache, v_cache, block_table, seq_lens, scale=scale)
     check_flag(rung, "return_lse", return_lse)
-    (batch, q_len, num_heads, head_dim), (_, page_size, num_kv_heads, head_dim_v) = q.shape, v_cache.shape
-    split_kernel, merge_kernel = _kernels(rung, q)
-    capacity = block_table.shape[1] * page_size
-    config = decode_config(head_dim, head_dim_v, q_len, page_size, q.element_size())
-    if num_kv_splits is None:
-        row_tiles = -(-q_len // config["BLOCK_M"])
-        num_kv_splits = choose_num_splits(batch * num_heads * row_tiles, capacity, config["BLOCK_N"], processors(q.device))
-    else:
-        num_kv_splits = check_integer(rung, "num_kv_splits", num_kv_splits, 1, optional=True)
+    check_device(rung, q)
+    from .kernel import paged_decode_merge, paged_decode_split
 
-    shape = (batch, q_len, num_heads, head_dim_v)
-    out = check_out(rung, out, q, shape, one_token)
+    (batch, q_len, num_heads, head_dim), (_, page_size, num_kv_heads, head_dim_v) = q.shape, v_cache.shape
+    capacity, rows = block_table.shape[1] * page_size, batch * num_heads * q_len
+    config = decode_config(head_dim, head_dim_v, q_len, page_size, q.element_size())
+    row_tiles = -(-q_len // config["BLOCK_M"])
+    num_kv_splits = check_integer(rung, "num_kv_splits", num_kv_splits, 1, optional=True)
+    if num_kv_splits is None:
+        num_kv_splits = choose_num_splits(batch * num_heads * row_tiles, capacity, config["BLOCK_N"], processors(q.device))
+    out = check_out(rung, out, q, (batch, q_len, num_heads, head_dim_v), one_token=one_token)
     lse = q.new_empty(batch, num_heads, q_len, dtype=torch.float32) if return_lse else None
-    rows = batch * num_heads * q_len
     needed = workspace_elements(batch, q_len, num_heads, head_dim_v, num_kv_splits)
     if workspace is None:
         workspace = q.new_empty(needed, dtype=torch.float32)
     elif not isinstance(workspace, torch.Tensor):
         raise TypeError(f"{rung}: workspace is a {type(workspace).__name__}; want a float32 torch.Tensor of {needed} elements, or None")
     elif workspace.dtype != torch.float32 or workspace.device != q.device or workspace.numel() < needed or not workspace.is_contiguous():
-        raise ValueError(
-            f"{rung}: workspace has {workspace.numel()} elements of {workspace.dtype} on {workspace.device}; "
-            f"want {needed} contiguous float32 on {q.device}"
-        )
+        raise ValueError(f"{rung}: workspace has {workspace.numel()} elements of {workspace.dtype} on {workspace.device}; "
+                         f"want {needed} contiguous float32 on {q.device}")  # fmt: skip
     part_lse, part_out = workspace.view(-1)[: rows * num_kv_splits], workspace.view(-1)[rows * num_kv_splits :]
     if rows:
         with torch.cuda.device_of(q):
-            row_tiles = -(-q_len // config["BLOCK_M"])
-            split_kernel[(num_heads * num_kv_splits * row_tiles * batch,)](
+            paged_decode_split[(num_heads * num_kv_splits * row_tiles * batch,)](
                 q, k_cache, v_cache, block_table, seq_lens, part_out, part_lse,
                 *q.stride(), *k_cache.stride(), *v_cache.stride(), *block_table.stride(),
                 num_heads, num_heads // num_kv_heads, q_len, capacity, num_kv_splits, abs(scale) * LOG2_E,
                 HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, PAGE_SIZE=page_size, NEGATE=scale < 0, **config,
             )  # fmt: skip
-            merge_kernel[(rows,)](
+            paged_decode_merge[(rows,)](
                 part_out, part_lse, seq_lens, out, lse, *out.stride(), num_heads, q_len, capacity, num_kv_splits,
                 HEAD_DIM_V=head_dim_v, BLOCK_DV=config["BLOCK_DV"], BLOCK_N=config["BLOCK_N"], BLOCK_S=16,
                 HAS_LSE=return_lse, num_warps=4,
@@ -146,19 +136,6 @@ def processors(device):
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def check_out(rung, out, q, shape, one_token):
-    """A fresh tensor of ``shape``, or ``out`` after a check; (B, H, Dv) becomes (B, 1, H, Dv) with ``one_token``."""
-    if out is None:
-        return q.new_empty(shape)
-    wanted = (shape[0], *shape[2:]) if one_token else shape
-    if not isinstance(out, torch.Tensor):
-        raise TypeError(f"{rung}: out is a {type(out).__name__}; want a torch.Tensor {wanted} {q.dtype}, or None")
-    if tuple(out.shape) != wanted or out.dtype != q.dtype or out.device != q.device:
-        raise ValueError(f"{rung}: out is {tuple(out.shape)} {out.dtype} on {out.device}; want {wanted} {q.dtype} on {q.device}")
-    check_no_overlap(rung, "out", out)
-    return out[:, None] if one_token else out
-
-
 def decode_bytes_moved(problem):
     """Bytes that one decode call loads and stores: K and V once per query head, L2 serving the repeats of a group.
 
@@ -170,13 +147,3 @@ def decode_bytes_moved(problem):
     rows = p.B * p.Hq * p.q_len
     partial = 2 * 4 * rows * splits * (p.Dv + 1)  # written by the splits, read by the merge
     return p.itemsize * (p.Hq * p.keys * (p.D + p.Dv) + rows * (splits * p.D + p.Dv)) + partial
-
-
-def _kernels(rung, q):
-    """The two kernels, imported on first use; checks that they can run on q as step 05 does."""
-    from ladder.step05_fused.attention import _kernel as check_step05
-
-    check_step05(rung, q)
-    from .kernel import paged_decode_merge, paged_decode_split
-
-    return paged_decode_split, paged_decode_merge

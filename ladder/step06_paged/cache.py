@@ -1,10 +1,10 @@
-"""The paged KV cache: a pool of pages, a block table for each sequence, and the checks that decode shares."""
+"""The paged KV cache: a pool of pages, and a block table for each sequence."""
 
 import numbers
 
 import torch
 
-from ladder.contract import FLOATS, check_integer, check_scale, check_strided
+from ladder.contract import FLOATS, check_integer, check_strided
 
 
 class PagedKVCache:
@@ -197,76 +197,3 @@ class PagedKVCache:
         except TypeError:
             raise TypeError(f"PagedKVCache: seqs is {seqs!r}; want a sequence of integers, or None") from None
         return [self._check_seq(s) for s in numbers_given]
-
-
-def check_paged(rung, q, k_cache, v_cache, block_table, seq_lens, *, scale, max_head_dim, q_layout, batch_of_q=True):
-    """Check what every kernel over a paged cache is given; returns the softmax scale.
-
-    On a CPU the lengths and the pages that they reach are checked too. On a GPU that would wait for the device, so the
-    kernels themselves write NaN for a sequence whose length is negative or beyond its block table; pages are trusted.
-
-    Raises:
-        TypeError, ValueError: naming the argument, what came and what is wanted. NotImplementedError: head size.
-    """
-    layouts = (("q", q, q_layout), ("k_cache", k_cache, "(num_pages, page_size, Hkv, D)"),
-               ("v_cache", v_cache, "(num_pages, page_size, Hkv, Dv)"))  # fmt: skip
-    for name, x, layout in layouts:
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{rung}: {name} is a {type(x).__name__}; want a torch.Tensor {layout}")
-        if x.ndim != layout.count(",") + 1:
-            raise ValueError(f"{rung}: {name} has shape {tuple(x.shape)}; want {layout}")
-        if x.dtype not in FLOATS or x.dtype != q.dtype:
-            raise ValueError(f"{rung}: {name} has dtype {x.dtype}; want float16, bfloat16 or float32, one for q and the cache")
-        if x.device != q.device:
-            raise ValueError(f"{rung}: {name} is on {x.device}; want {q.device}, the device of q")
-    num_heads, head_dim = q.shape[-2:]
-    _, page_size, num_kv_heads, head_dim_k = k_cache.shape
-    if page_size < 1:
-        raise ValueError(f"{rung}: k_cache has shape {tuple(k_cache.shape)}; want pages of at least one token")
-    if v_cache.shape[:3] != k_cache.shape[:3]:
-        raise ValueError(f"{rung}: v_cache has shape {tuple(v_cache.shape)}; want {(*k_cache.shape[:3], 'Dv')}")
-    if head_dim_k != head_dim or head_dim == 0 or v_cache.shape[3] == 0:
-        raise ValueError(f"{rung}: k_cache has head size {head_dim_k}, v_cache {v_cache.shape[3]}; want {head_dim}, that of q, and at least 1")
-    if num_kv_heads == 0 or num_heads % num_kv_heads:
-        raise ValueError(f"{rung}: q has {num_heads} heads; want a multiple of the {num_kv_heads} heads of the cache")
-    if max_head_dim is not None and max(head_dim, v_cache.shape[3]) > max_head_dim:
-        raise NotImplementedError(f"{rung}: head size {max(head_dim, v_cache.shape[3])} is above {max_head_dim}; step04_gqa has no limit")
-
-    for name, x, ndim in (("block_table", block_table, 2), ("seq_lens", seq_lens, 1)):
-        layout = "(B, max_pages)" if ndim == 2 else "(B,)"
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{rung}: {name} is a {type(x).__name__}; want an int32 torch.Tensor {layout}")
-        if x.ndim != ndim:
-            raise ValueError(f"{rung}: {name} has shape {tuple(x.shape)}; want {layout}")
-        if x.dtype != torch.int32:
-            raise ValueError(f"{rung}: {name} has dtype {x.dtype}; want int32")
-        if x.device != q.device:
-            raise ValueError(f"{rung}: {name} is on {x.device}; want {q.device}, the device of q")
-    if seq_lens.numel() > 1 and seq_lens.stride(0) != 1:
-        raise ValueError(f"{rung}: seq_lens has stride {seq_lens.stride(0)}; want a contiguous tensor")
-    batch = q.shape[0] if batch_of_q else seq_lens.shape[0]
-    if block_table.shape[0] != batch or seq_lens.shape[0] != batch:
-        raise ValueError(
-            f"{rung}: block_table has {block_table.shape[0]} rows, seq_lens {seq_lens.shape[0]}; want {batch}, one a sequence"
-        )
-    if seq_lens.device.type == "cpu" and batch:
-        _check_pages(rung, block_table, seq_lens, k_cache.shape[0], page_size)
-    return check_scale(rung, scale, head_dim)
-
-
-def _check_pages(rung, block_table, seq_lens, num_pages, page_size):
-    """Check lengths, and the entries of the block table that they reach: those behind may be anything."""
-    capacity = block_table.shape[1] * page_size
-    shortest, longest = int(seq_lens.min()), int(seq_lens.max())
-    if shortest < 0 or longest > capacity:
-        wrong = shortest if shortest < 0 else longest
-        raise ValueError(f"{rung}: seq_lens holds {wrong}; want 0 .. {capacity}, what a row of block_table can address")
-    live = torch.arange(block_table.shape[1])[None] * page_size < seq_lens[:, None]
-    wrong = (live & ((block_table < 0) | (block_table >= num_pages))).nonzero()
-    if len(wrong):
-        row, column = wrong[0].tolist()
-        pages = f"0 .. {num_pages - 1}" if num_pages else "no live entry: the cache has no page"
-        raise ValueError(
-            f"{rung}: block_table[{row}, {column}] is {int(block_table[row, column])}, and seq_lens[{row}] = "
-            f"{int(seq_lens[row])} reaches it; want {pages}"
-        )

@@ -3,20 +3,21 @@
 import torch
 
 from ladder.contract import (
+    INTEGERS,
     check_attention,
-    check_cu_seqlens,
     check_flag,
     check_integer,
-    check_no_overlap,
+    check_out,
+    check_paged,
+    check_starts,
+    expect,
     kernel_entry,
     merge_config,
-)
-from ladder.step05_fused.attention import LOG2_E
-from ladder.step06_paged.attention import check_out, choose_num_splits, processors
-from ladder.step06_paged.cache import check_paged
+)  # fmt: skip
+from ladder.step05_fused.attention import LOG2_E, check_device
+from ladder.step06_paged.attention import choose_num_splits, processors
 
 RUNG = "step07_dflash1"
-MAX_HEAD_DIM = 256
 MIN_SPLIT_KEYS = 256  # fewer are read faster than their partial result is merged
 
 
@@ -44,15 +45,12 @@ def attention(q, k, v, *, causal=False, scale=None, return_lse=False, out=None, 
 
     Source: Dao, "FlashAttention-2", algorithm 1; the exponent as one multiply-add is its section 3.1.
     """
-    scale = check_attention(
-        RUNG, q, k, v, causal=causal, scale=scale,
-        grouped_heads=True, unequal_head_dims=True, max_head_dim=MAX_HEAD_DIM,
-    )  # fmt: skip
+    scale = check_attention(RUNG, q, k, v, causal=causal, scale=scale)
     check_flag(RUNG, "return_lse", return_lse)
     kernel = _device_code(q).dflash1_prefill
     (batch, num_heads, seqlen_q, head_dim), (_, num_kv_heads, seqlen_k, _) = q.shape, k.shape
     head_dim_v = v.shape[3]
-    out = check_out(RUNG, out, q, (batch, num_heads, seqlen_q, head_dim_v), False)
+    out = check_out(RUNG, out, q, (batch, num_heads, seqlen_q, head_dim_v))
     lse = q.new_empty(batch, num_heads, seqlen_q, dtype=torch.float32) if return_lse else None
     config = merge_config(RUNG, prefill_config(head_dim, head_dim_v, q.element_size(), arch(q.device)), config)
     num_tiles = -(-seqlen_q // config["BLOCK_M"])
@@ -96,12 +94,9 @@ def attention_varlen(
 
     Source: the packed layout of FlashAttention's ``flash_attn_varlen_func``.
     """
-    scale = _check_packed(q, k, v, causal, scale)
-    num_seqs = _check_cu("cu_seqlens_q", cu_seqlens_q, q)
-    if _check_cu("cu_seqlens_k", cu_seqlens_k, k) != num_seqs:
-        raise ValueError(
-            f"{RUNG}: cu_seqlens_k has {cu_seqlens_k.numel() - 1} sequences; want {num_seqs}, those of cu_seqlens_q"
-        )
+    scale = check_attention(RUNG, q, k, v, causal=causal, scale=scale, packed=True)
+    num_seqs = check_starts(RUNG, "cu_seqlens_q", cu_seqlens_q, q)
+    check_starts(RUNG, "cu_seqlens_k", cu_seqlens_k, k, num_seqs)
     return _packed_prefill(
         q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, causal, scale, return_lse, out, out_index, config
     )
@@ -122,14 +117,8 @@ def paged_prefill(
 
     Returns, Raises: as ``attention_varlen``; lengths beyond the block table as ``paged_decode``.
     """
-    scale = check_paged(
-        RUNG, q, k_cache, v_cache, block_table, seq_lens,
-        scale=scale, max_head_dim=MAX_HEAD_DIM, q_layout="(total_q, Hq, D)", batch_of_q=False,
-    )  # fmt: skip
-    if _check_cu("cu_seqlens_q", cu_seqlens_q, q) != seq_lens.shape[0]:
-        raise ValueError(
-            f"{RUNG}: cu_seqlens_q has {cu_seqlens_q.numel() - 1} sequences; want {seq_lens.shape[0]}, those of seq_lens"
-        )
+    scale = check_paged(RUNG, q, k_cache, v_cache, block_table, seq_lens, scale=scale, packed=True)
+    check_starts(RUNG, "cu_seqlens_q", cu_seqlens_q, q, seq_lens.shape[0], "seq_lens")
     return _packed_prefill(
         q, k_cache, v_cache, cu_seqlens_q, None, block_table, seq_lens, True, scale, return_lse, out, out_index, config
     )
@@ -150,11 +139,8 @@ def paged_decode(
     one_token = isinstance(q, torch.Tensor) and q.ndim == 3
     if one_token:
         q = q[:, None]
-    scale = check_paged(
-        RUNG, q, k_cache, v_cache, block_table, seq_lens,
-        scale=scale, max_head_dim=MAX_HEAD_DIM, q_layout="(B, q_len, Hq, D)",
-    )  # fmt: skip
-    out = check_out(RUNG, out, q, (*q.shape[:3], v_cache.shape[3]), one_token)
+    scale = check_paged(RUNG, q, k_cache, v_cache, block_table, seq_lens, scale=scale)
+    out = check_out(RUNG, out, q, (*q.shape[:3], v_cache.shape[3]), one_token=one_token)
     lse = _decode(q, k_cache, v_cache, block_table, seq_lens, out, scale, num_kv_splits, return_lse, workspace, config)
     if one_token:
         out, lse = out[:, 0], lse[..., 0] if return_lse else None
@@ -198,12 +184,10 @@ def mla_decode(
         q = q[:, None]
     k_cache = latent_cache[:, :, None]
     v_cache = k_cache[..., :head_dim_v]
-    scale = check_paged(
-        RUNG, q, k_cache, v_cache, block_table, seq_lens, scale=scale, max_head_dim=None, q_layout="(B, q_len, H, D)"
-    )
+    scale = check_paged(RUNG, q, k_cache, v_cache, block_table, seq_lens, scale=scale, any_heads=True)
     if q.shape[-1] > 2 * head_dim_v:
         raise NotImplementedError(f"{RUNG}: D = {q.shape[-1]} is above twice head_dim_v = {head_dim_v}")
-    out = check_out(RUNG, out, q, (*q.shape[:3], head_dim_v), one_token)
+    out = check_out(RUNG, out, q, (*q.shape[:3], head_dim_v), one_token=one_token)
     latent = head_dim_v > 16  # 16 value columns fill no tile of theirs, of 32: loaded again
     lse = _decode(
         q, k_cache, v_cache, block_table, seq_lens, out, scale, num_kv_splits, return_lse, workspace, config, latent=latent
@@ -255,8 +239,7 @@ def _decode(
     check_flag(RUNG, "return_lse", return_lse)
     if workspace is not None and not isinstance(workspace, DecodeWorkspace):
         raise TypeError(f"{RUNG}: workspace is a {type(workspace).__name__}; want a DecodeWorkspace on {q.device}, or None")
-    if num_kv_splits is not None:
-        num_kv_splits = check_integer(RUNG, "num_kv_splits", num_kv_splits, 1, optional=True)
+    num_kv_splits = check_integer(RUNG, "num_kv_splits", num_kv_splits, 1, optional=True)
     kernel = _device_code(q).dflash1_decode
     (batch, q_len, num_heads, head_dim), (_, page_size, num_kv_heads, head_dim_v) = q.shape, v_cache.shape
     group = num_heads // num_kv_heads
@@ -307,16 +290,7 @@ def _packed_prefill(q, k, v, cu_q, cu_k, block_table, seq_lens, causal, scale, r
     if out_index is not None:
         top_k = _check_out_index(out_index, q)
         rows = total_q * top_k
-    if out is None:
-        out = q.new_empty(rows, num_heads, head_dim_v)
-    else:
-        wanted = f"({'at least ' if top_k else ''}{rows}, {num_heads}, {head_dim_v}) {q.dtype} on {q.device}"
-        if not isinstance(out, torch.Tensor):
-            raise TypeError(f"{RUNG}: out is a {type(out).__name__}; want a torch.Tensor {wanted}, or None")
-        if out.ndim != 3 or out.shape[1:] != (num_heads, head_dim_v) or out.dtype != q.dtype or out.device != q.device \
-                or (out.shape[0] < rows if top_k else out.shape[0] != rows):  # fmt: skip
-            raise ValueError(f"{RUNG}: out is {tuple(out.shape)} {out.dtype} on {out.device}; want {wanted}")
-        check_no_overlap(RUNG, "out", out)
+    out = check_out(RUNG, out, q, (rows, num_heads, head_dim_v), more_rows=top_k > 0)
     if top_k:
         check_rows("out_index", out_index, out.shape[0])
     lse = q.new_empty(num_heads, total_q, dtype=torch.float32) if return_lse else None
@@ -470,42 +444,11 @@ def _scale_log2(scale):
     return abs(scale) * LOG2_E if _sign(scale) else 1.0  # a zero scale is a zero q
 
 
-def _check_packed(q, k, v, causal, scale):
-    for name, x, layout in (("q", q, "(total_q, Hq, D)"), ("k", k, "(total_k, Hkv, D)"), ("v", v, "(total_k, Hkv, Dv)")):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{RUNG}: {name} is a {type(x).__name__}; want a torch.Tensor of shape {layout}")
-        if x.ndim != 3:
-            raise ValueError(f"{RUNG}: {name} has shape {tuple(x.shape)}; want three dimensions {layout}")
-    return check_attention(
-        RUNG, *(x.transpose(0, 1)[None] for x in (q, k, v)), causal=causal, scale=scale,
-        grouped_heads=True, unequal_head_dims=True, max_head_dim=MAX_HEAD_DIM,
-    )  # fmt: skip
-
-
-def _check_cu(name, cu_seqlens, packed):
-    """Check cumulative lengths, their values on a CPU only; returns the number of sequences."""
-    if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.device != packed.device:
-        raise ValueError(f"{RUNG}: {name} is on {cu_seqlens.device}; want {packed.device}, the device of q")
-    if isinstance(cu_seqlens, torch.Tensor) and not cu_seqlens.is_contiguous():
-        raise ValueError(f"{RUNG}: {name} has stride {cu_seqlens.stride()}; want a contiguous tensor")
-    if packed.device.type == "cpu" or not isinstance(cu_seqlens, torch.Tensor):
-        return len(check_cu_seqlens(RUNG, name, cu_seqlens, packed.shape[0])) - 1
-    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{RUNG}: {name} is {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; want (num_seqs + 1,) int32 or int64")
-    return cu_seqlens.numel() - 1
-
-
 def _check_out_index(out_index, q):
     """Check where rows go; returns top_k."""
-    if not isinstance(out_index, torch.Tensor):
-        raise TypeError(f"{RUNG}: out_index is a {type(out_index).__name__}; want a torch.Tensor (total_q, top_k)")
-    fits = out_index.ndim == 2 and out_index.shape[0] == q.shape[0] and out_index.shape[1] >= 1
-    if not fits or out_index.dtype not in (torch.int32, torch.int64) or not out_index.is_contiguous():
-        raise ValueError(
-            f"{RUNG}: out_index is {tuple(out_index.shape)} {out_index.dtype}; want a contiguous ({q.shape[0]}, top_k) int32 or int64"
-        )
-    if out_index.device != q.device:
-        raise ValueError(f"{RUNG}: out_index is on {out_index.device}; want {q.device}, the device of q")
+    expect(RUNG, "out_index", out_index, (q.shape[0], "top_k"), INTEGERS, q.device, contiguous=True)
+    if not out_index.shape[1]:
+        raise ValueError(f"{RUNG}: out_index has shape {tuple(out_index.shape)}; want at least one column")
     return out_index.shape[1]
 
 
@@ -517,8 +460,6 @@ def check_rows(name, index, rows):
 
 def _device_code(q):
     """The module of kernels, imported on first use; checks that they can run on q."""
-    from ladder.step05_fused.attention import _kernel as check_device
-
     check_device(RUNG, q)
     from . import kernel
 

@@ -2,13 +2,12 @@
 
 import torch
 
-from ladder.contract import FLOATS, check_integer
-from ladder.step06_paged.attention import check_out, processors
-from ladder.step06_paged.cache import check_paged
+from ladder.contract import FLOATS, check_integer, check_out, check_paged
+from ladder.step06_paged.attention import processors
 from ladder.step07_dflash1.attention import DecodeWorkspace, arch, layout
 
 from . import eager
-from .checks import MAX_HEAD_DIM, check_decode_options, check_latent, check_written, unlike
+from .checks import check_decode_options, check_latent, check_written, unlike
 from .dispatch import RUNG, device_code, hopper_runs
 from .hopper import decode as hopper_decode
 from .hopper import mla as hopper_mla
@@ -27,10 +26,8 @@ def paged_decode(
     one_token = isinstance(q, torch.Tensor) and q.ndim == 3
     if one_token:
         q = q[:, None]
-    scale = check_paged(
-        RUNG, q, k_cache, v_cache, block_table, seq_lens, scale=scale, max_head_dim=MAX_HEAD_DIM, q_layout="(B, q_len, Hq, D)"
-    )
-    given, out = out is not None, check_out(RUNG, out, q, (*q.shape[:3], v_cache.shape[3]), one_token)
+    scale = check_paged(RUNG, q, k_cache, v_cache, block_table, seq_lens, scale=scale)
+    given, out = out is not None, check_out(RUNG, out, q, (*q.shape[:3], v_cache.shape[3]), one_token=one_token)
     if given:
         check_written(out, q=q, k_cache=k_cache, v_cache=v_cache)
     options = check_decode_options(
@@ -70,13 +67,10 @@ def mla_decode(
     if isinstance(q, torch.Tensor) and q.ndim == 4 and q.dtype in FLOATS:  # of a q that check_paged will take
         check_latent(latent_cache, q)
     k_cache = latent_cache[:, :, None]
-    scale = check_paged(
-        RUNG, q, k_cache, k_cache[..., :head_dim_v], block_table, seq_lens,
-        scale=scale, max_head_dim=None, q_layout="(B, q_len, H, D)",
-    )  # fmt: skip
+    scale = check_paged(RUNG, q, k_cache, k_cache[..., :head_dim_v], block_table, seq_lens, scale=scale, any_heads=True)
     if q.shape[-1] > 2 * head_dim_v:
         raise NotImplementedError(f"{RUNG}: D = {q.shape[-1]} is above twice head_dim_v = {head_dim_v}")
-    given, out = out is not None, check_out(RUNG, out, q, (*q.shape[:3], head_dim_v), one_token)
+    given, out = out is not None, check_out(RUNG, out, q, (*q.shape[:3], head_dim_v), one_token=one_token)
     if given:
         check_written(out, q=q, latent_cache=latent_cache)
     options = check_decode_options(

@@ -2,11 +2,10 @@
 
 import torch
 
-from ladder.contract import check_flag
-from ladder.step06_paged.cache import check_paged
+from ladder.contract import check_flag, check_integer, check_paged, check_starts
 
 from . import eager
-from .checks import MAX_HEAD_DIM, check_cu, check_dense, check_most, check_options, check_out, check_packed
+from .checks import check_dense, check_options, check_out
 from .dispatch import RUNG, arch, device_code, hopper_runs
 from .hopper import prefill as hopper_prefill
 from .tiles import launch_config, layout_of, scale_factors, softcap_kind
@@ -34,14 +33,11 @@ def varlen(
     causal=False, scale=None, windows=None, softcap=0.0, sinks=None, return_lse=False, out=None, right=None,
 ):  # fmt: skip
     """``api.varlen`` outside torch.compile."""
-    scale = check_packed(q, k, v, causal, scale)
-    num_seqs = check_cu("cu_seqlens_q", cu_seqlens_q, q)
-    if check_cu("cu_seqlens_k", cu_seqlens_k, k) != num_seqs:
-        raise ValueError(
-            f"{RUNG}: cu_seqlens_k has {cu_seqlens_k.numel() - 1} sequences; want {num_seqs}, those of cu_seqlens_q"
-        )
-    max_seqlen_q = check_most("max_seqlen_q", max_seqlen_q)
-    check_most("max_seqlen_k", max_seqlen_k)
+    scale = check_dense(q, k, v, causal, scale, packed=True)
+    num_seqs = check_starts(RUNG, "cu_seqlens_q", cu_seqlens_q, q)
+    check_starts(RUNG, "cu_seqlens_k", cu_seqlens_k, k, num_seqs)
+    max_seqlen_q = check_integer(RUNG, "max_seqlen_q", max_seqlen_q, 0, optional=True)
+    check_integer(RUNG, "max_seqlen_k", max_seqlen_k, 0, optional=True)
     windows, softcap, right = check_options((q, k, v), q.shape[1], causal, windows, softcap, sinks, return_lse, right)
     out = check_out(out, q, (*q.shape[:2], v.shape[2]), k=k, v=v)
     options = dict(scale=scale, windows=windows, softcap=softcap, sinks=sinks, right=right)
@@ -61,16 +57,10 @@ def paged_prefill(
     causal=True, scale=None, windows=None, softcap=0.0, sinks=None, return_lse=False, out=None, right=None,
 ):  # fmt: skip
     """``api.paged_prefill`` outside torch.compile."""
-    scale = check_paged(
-        RUNG, q, k_cache, v_cache, block_table, seq_lens,
-        scale=scale, max_head_dim=MAX_HEAD_DIM, q_layout="(total_q, Hq, D)", batch_of_q=False,
-    )  # fmt: skip
+    scale = check_paged(RUNG, q, k_cache, v_cache, block_table, seq_lens, scale=scale, packed=True)
     check_flag(RUNG, "causal", causal)
-    if check_cu("cu_seqlens_q", cu_seqlens_q, q) != seq_lens.shape[0]:
-        raise ValueError(
-            f"{RUNG}: cu_seqlens_q has {cu_seqlens_q.numel() - 1} sequences; want {seq_lens.shape[0]}, those of seq_lens"
-        )
-    max_seqlen_q = check_most("max_seqlen_q", max_seqlen_q)
+    check_starts(RUNG, "cu_seqlens_q", cu_seqlens_q, q, seq_lens.shape[0], "seq_lens")
+    max_seqlen_q = check_integer(RUNG, "max_seqlen_q", max_seqlen_q, 0, optional=True)
     windows, softcap, right = check_options(
         (q, k_cache, v_cache), q.shape[1], causal, windows, softcap, sinks, return_lse, right
     )

@@ -3,10 +3,11 @@
 import torch
 
 from ladder.contract import FLOATS, check_integer, merge_config
+from ladder.rungs import MAX_HEAD_DIM
 from ladder.step06_paged.attention import processors
 from ladder.step07_dflash1.attention import arch
 
-from .checks import MAX_HEAD_DIM, check_windows, unlike
+from .checks import check_windows, unlike
 from .dispatch import RUNG, device_code
 from .tiles import FIXED, block_b, frozen, plan_decode, reach_of
 

@@ -205,7 +205,7 @@ class RangeWindows:
         Raises:
             TypeError, ValueError: naming the argument, what came and what is wanted.
         """
-        scale = check_attention(RUNG, q, k, k, causal=causal, scale=scale, grouped_heads=True)
+        scale = check_attention(RUNG, q, k, k, causal=causal, scale=scale, any_heads=True)
         (_, num_heads, Sq, _), (_, num_kv_heads, Sk, _) = q.shape, k.shape
         rows, seed = check_integer(RUNG, "rows", rows, 1), check_integer(RUNG, "seed", seed, 0)
         check_flag(RUNG, "per_head", per_head)

@@ -514,7 +514,7 @@ def test_attention_in_expert_order(top_k, index):
     assert torch.equal(got[:rows], want[groups.order[:rows].long() // top_k]) and got[rows:].isnan().all()
     assert torch.equal(lse, want_lse)
     assert torch.equal(permute_rows(want.flatten(1), groups)[:rows], got[:rows].flatten(1))
-    with pytest.raises(ValueError, match=rf"out is \(3, 4, 16\).*want \(at least {55 * top_k}, 4, 16\)"):
+    with pytest.raises(ValueError, match=rf"out has shape \(3, 4, 16\); want \(at least {55 * top_k}, 4, 16\)"):
         attention_varlen(q, k, v, cu_q, cu_k, out=out[:3], out_index=groups.places)
     with pytest.raises(ValueError, match=r"out_index is .*; want a contiguous \(55, top_k\) int32 or int64"):
         attention_varlen(q, k, v, cu_q, cu_k, out_index=groups.places[:5])
@@ -544,14 +544,14 @@ def test_real_routing(task):
 def test_bad_prefill_arguments():
     q, k, v, cu, _ = packed([5, 17], [5, 17])
     for change, error, message in (
-        (dict(q=[1]), TypeError, r"q is a list; want a torch.Tensor of shape \(total_q, Hq, D\)"),
-        (dict(q=q[None]), ValueError, r"q has shape \(1, 22, 4, 32\); want three dimensions"),
-        (dict(k=k[:, :, :16]), ValueError, "k has head size 16; want 32"),
+        (dict(q=[1]), TypeError, r"q is a list; want a torch.Tensor \(total_q, Hq, D\)"),
+        (dict(q=q[None]), ValueError, r"q has shape \(1, 22, 4, 32\); want \(total_q, Hq, D\)"),
+        (dict(k=k[:, :, :16]), ValueError, r"k has shape .*; want \(total_k, Hkv, 32\)"),
         (dict(q=q[:, :3]), ValueError, "q has 3 heads; want a multiple of the 2 heads"),
         (dict(cu_seqlens_q=cu.float()), ValueError, "cu_seqlens_q .*torch.float32; want"),
         (dict(cu_seqlens_k=cu[:2]), ValueError, "cu_seqlens_k"),
         (dict(causal=1), TypeError, "causal is 1; want True or False"),
-        (dict(out=q), ValueError, r"out is \(22, 4, 32\).*want \(22, 4, 16\)"),
+        (dict(out=q), ValueError, r"out has shape \(22, 4, 32\); want \(22, 4, 16\)"),
         (dict(out_index=[1]), TypeError, "out_index is a list"),
     ):
         arguments = {**dict(q=q, k=k, v=v, cu_seqlens_q=cu, cu_seqlens_k=cu), **change}
@@ -676,7 +676,7 @@ def test_packed_out_that_lies_on_itself():
 
 def test_strided_cu_seqlens():
     q, k, v, cu, _ = packed([5, 17], [5, 17])
-    with pytest.raises(ValueError, match=r"step07_dflash1: cu_seqlens_k has stride \(2,\); want a contiguous tensor"):
+    with pytest.raises(ValueError, match=r"step07_dflash1: cu_seqlens_k has strides \(2,\); want a contiguous tensor"):
         attention_varlen(q, k, v, cu, cu.repeat_interleave(2)[::2])
 
 
