@@ -104,7 +104,7 @@ def expect(
         rung, name: of the caller and the argument, for the messages.
         x: what came.
         shape: a size for each dimension; a string names a dimension of any size.
-        dtypes: a tuple of the dtypes that fit, or one dtype alone: that of ``owner``.
+        dtypes: a tuple of the dtypes that fit, or one dtype alone: that of ``owner``; None for any.
         device: that of ``owner``; None for any.
         owner: the argument whose dtype and device are wanted.
         optional: ``x`` may be None.
@@ -123,7 +123,7 @@ def expect(
     if isinstance(dtypes, torch.dtype):
         if x.dtype != dtypes:
             raise ValueError(f"{rung}: {name} has dtype {x.dtype}; want {dtypes}, the dtype of {owner}")
-    elif x.dtype not in dtypes:
+    elif dtypes is not None and x.dtype not in dtypes:
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{rung}: {name} has dtype {x.dtype}; want {wanted}")
     if device is not None and x.device != device:

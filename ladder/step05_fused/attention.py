@@ -33,16 +33,14 @@ def attention(q, k, v, *, causal=False, scale=None, return_lse=False):
     """
     rung = "step05_fused"
     scale = check_attention(rung, q, k, v, causal=causal, scale=scale)
-    check_device(rung, q)
-    from .kernel import fused_attention_forward as kernel
+    kernel = _kernel(rung, q)
 
     (batch, num_heads, seqlen_q, head_dim), (_, num_kv_heads, seqlen_k, _) = q.shape, k.shape
     head_dim_v = v.shape[3]
     out = q.new_empty(batch, num_heads, seqlen_q, head_dim_v)
     lse = q.new_empty(batch, num_heads, seqlen_q, dtype=torch.float32) if return_lse else None
     config = launch_config(head_dim, head_dim_v, q.element_size(), *processor(q.device))
-    sign = 0 if abs(scale) < 1e-37 else 1 if scale > 0 else -1  # below that, float32 rounds the scale to 0
-    scale_log2 = abs(scale) * LOG2_E if sign else 1.0
+    sign, scale_log2 = scale_factors(scale)
     num_programs = -(-seqlen_q // config["BLOCK_M"]) * num_heads * batch
     if num_programs:
         with torch.cuda.device_of(q):  # the launch goes to the current device
@@ -53,6 +51,12 @@ def attention(q, k, v, *, causal=False, scale=None, return_lse=False):
                 **config,
             )  # fmt: skip
     return (out, lse) if return_lse else out
+
+
+def scale_factors(scale):
+    """(-1, 0 or 1, factor of the kernel's base-2 exponent), the factor 1 for a scale of zero, whose q the kernel takes as zero."""
+    sign = 0 if abs(scale) < 1e-37 else 1 if scale > 0 else -1  # below that, float32 rounds the scale to 0
+    return sign, abs(scale) * LOG2_E if sign else 1.0
 
 
 def launch_config(head_dim, head_dim_v, itemsize, shared_memory_bytes, capability=(9, 0)):
@@ -101,7 +105,7 @@ def processor(device):
 
 
 def check_device(rung, q):
-    """Raise unless Triton's kernels can run on ``q``. Triton is imported here first, so that ``import ladder`` needs none."""
+    """ImportError or ValueError unless Triton is there and its kernels can run on ``q``."""
     try:
         from triton.runtime.interpreter import InterpretedFunction
     except ImportError as error:
@@ -118,6 +122,14 @@ def check_device(rung, q):
         raise ValueError(f"{rung}: q is on {q.device}; want a CUDA tensor")
     if interpreted and q.dtype == torch.bfloat16:
         raise ValueError(f"{rung}: q has dtype bfloat16, which Triton's interpreter multiplies wrongly; want float16 or float32")
+
+
+def _kernel(rung, q):
+    """The kernel, imported on first use so that ``import ladder`` needs no Triton."""
+    check_device(rung, q)
+    from .kernel import fused_attention_forward
+
+    return fused_attention_forward
 
 
 def bytes_moved(problem):

@@ -51,9 +51,7 @@ def paged_decode(
         q = q[:, None]
     scale = check_paged(rung, q, k_cache, v_cache, block_table, seq_lens, scale=scale)
     check_flag(rung, "return_lse", return_lse)
-    check_device(rung, q)
-    from .kernel import paged_decode_merge, paged_decode_split
-
+    split_kernel, merge_kernel = _kernels(rung, q)
     (batch, q_len, num_heads, head_dim), (_, page_size, num_kv_heads, head_dim_v) = q.shape, v_cache.shape
     capacity, rows = block_table.shape[1] * page_size, batch * num_heads * q_len
     config = decode_config(head_dim, head_dim_v, q_len, page_size, q.element_size())
@@ -74,13 +72,13 @@ def paged_decode(
     part_lse, part_out = workspace.view(-1)[: rows * num_kv_splits], workspace.view(-1)[rows * num_kv_splits :]
     if rows:
         with torch.cuda.device_of(q):
-            paged_decode_split[(num_heads * num_kv_splits * row_tiles * batch,)](
+            split_kernel[(num_heads * num_kv_splits * row_tiles * batch,)](
                 q, k_cache, v_cache, block_table, seq_lens, part_out, part_lse,
                 *q.stride(), *k_cache.stride(), *v_cache.stride(), *block_table.stride(),
                 num_heads, num_heads // num_kv_heads, q_len, capacity, num_kv_splits, abs(scale) * LOG2_E,
                 HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, PAGE_SIZE=page_size, NEGATE=scale < 0, **config,
             )  # fmt: skip
-            paged_decode_merge[(rows,)](
+            merge_kernel[(rows,)](
                 part_out, part_lse, seq_lens, out, lse, *out.stride(), num_heads, q_len, capacity, num_kv_splits,
                 HEAD_DIM_V=head_dim_v, BLOCK_DV=config["BLOCK_DV"], BLOCK_N=config["BLOCK_N"], BLOCK_S=16,
                 HAS_LSE=return_lse, num_warps=4,
@@ -147,3 +145,11 @@ def decode_bytes_moved(problem):
     rows = p.B * p.Hq * p.q_len
     partial = 2 * 4 * rows * splits * (p.Dv + 1)  # written by the splits, read by the merge
     return p.itemsize * (p.Hq * p.keys * (p.D + p.Dv) + rows * (splits * p.D + p.Dv)) + partial
+
+
+def _kernels(rung, q):
+    """The two kernels, imported on first use as step 05's is."""
+    check_device(rung, q)
+    from .kernel import paged_decode_merge, paged_decode_split
+
+    return paged_decode_split, paged_decode_merge

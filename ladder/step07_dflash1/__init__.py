@@ -18,17 +18,9 @@ registers that the accumulator wants, and every key is visited, however far away
 
 from ladder.step06_paged import PagedKVCache, choose_num_splits
 
-from .attention import (
-    DecodeWorkspace,
-    attention,
-    attention_varlen,
-    bytes_moved,
-    decode_bytes_moved,
-    mla_decode,
-    paged_decode,
-    paged_prefill,
-)
+from .decode import DecodeWorkspace, decode_bytes_moved, mla_decode, paged_decode
 from .groups import TokenGroups, capacity_offsets, group_tokens, grouped_matmul, permute_rows, tile_map
+from .prefill import attention, attention_varlen, bytes_moved, paged_prefill
 
 __all__ = [
     "DecodeWorkspace", "PagedKVCache", "TokenGroups", "attention", "attention_varlen", "bytes_moved", "capacity_offsets",

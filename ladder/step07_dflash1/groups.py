@@ -4,9 +4,18 @@ from dataclasses import dataclass
 
 import torch
 
-from ladder.contract import FLOATS, check_integer, check_no_overlap, kernel_entry, merge_config
+from ladder.contract import (
+    INT32,
+    INTEGERS,
+    check_bounds,
+    check_integer,
+    check_out,
+    expect,
+    kernel_entry,
+    merge_config,
+)
 
-from .attention import RUNG, _device_code, check_rows
+from .checks import RUNG, check_rows, device_code
 
 SORT_BLOCK = 128  # assignments that one program of the sort ranks among themselves
 
@@ -48,15 +57,11 @@ def group_tokens(expert_ids, num_experts):
     Raises:
         TypeError, ValueError: naming the argument, what came and what is wanted.
     """
-    if not isinstance(expert_ids, torch.Tensor):
-        raise TypeError(f"{RUNG}: expert_ids is a {type(expert_ids).__name__}; want a torch.Tensor (T, top_k)")
-    if expert_ids.ndim not in (1, 2) or expert_ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"{RUNG}: expert_ids is {tuple(expert_ids.shape)} {expert_ids.dtype}; want (T,) or (T, top_k), int32 or int64"
-        )
+    one_choice = isinstance(expert_ids, torch.Tensor) and expert_ids.ndim == 1
+    expect(RUNG, "expert_ids", expert_ids, ("T",) if one_choice else ("T", "top_k"), INTEGERS)
     num_experts = check_integer(RUNG, "num_experts", num_experts, 1)
-    kernels = _kernels(expert_ids)
-    expert_ids = (expert_ids[:, None] if expert_ids.ndim == 1 else expert_ids).contiguous()
+    kernels = device_code(expert_ids, "groups_kernel")
+    expert_ids = (expert_ids[:, None] if one_choice else expert_ids).contiguous()
     total = expert_ids.numel()
     blocks = -(-total // SORT_BLOCK)
     device = expert_ids.device
@@ -101,7 +106,7 @@ def tile_map(offsets, block_rows, total_rows):
     tiles = torch.full((slots, 2), -1, dtype=torch.int32, device=offsets.device)
     if slots:
         with torch.cuda.device_of(offsets):
-            _kernels(offsets).dflash1_tile_map[(num_experts,)](
+            device_code(offsets, "groups_kernel").dflash1_tile_map[(num_experts,)](
                 offsets, tiles, num_experts, BLOCK_ROWS=block_rows, EXPERTS=1 << (num_experts - 1).bit_length()
             )
     return tiles
@@ -136,15 +141,9 @@ def grouped_matmul(x, weight, offsets, *, order=None, top_k=1, out=None, tiles=N
         TypeError, ValueError: naming the argument, what came and what is wanted; for values in ``offsets`` and ``order``
             on a CPU only.
     """
-    for name, tensor, wanted in (("x", x, "(T, K)"), ("weight", weight, "(num_experts, K, N)")):
-        _check_tensor(name, tensor, wanted)
-        if tensor.dtype not in FLOATS:
-            raise ValueError(f"{RUNG}: {name} has dtype {tensor.dtype}; want float16, bfloat16 or float32")
+    expect(RUNG, "x", x, ("T", "K"))
+    expect(RUNG, "weight", weight, ("num_experts", x.shape[1], "N"), x.dtype, x.device, owner="x")
     top_k = check_integer(RUNG, "top_k", top_k, 1)
-    if x.ndim != 2 or weight.ndim != 3 or weight.shape[1] != x.shape[1]:
-        raise ValueError(f"{RUNG}: weight has shape {tuple(weight.shape)}, x {tuple(x.shape)}; want (num_experts, K, N), (T, K)")
-    if weight.dtype != x.dtype or weight.device != x.device:
-        raise ValueError(f"{RUNG}: weight is {weight.dtype} on {weight.device}; want {x.dtype} on {x.device}, those of x")
     num_experts, inner, columns = weight.shape
     if order is not None:
         _check_order(order, x, top_k)
@@ -156,17 +155,11 @@ def grouped_matmul(x, weight, offsets, *, order=None, top_k=1, out=None, tiles=N
             wrong = int(live.min()) if int(live.min()) < 0 else int(live.max())
             raise ValueError(f"{RUNG}: order holds {wrong} before row {live.numel()}, the end of offsets; want 0 .. {rows - 1}")
     config = merge_config(RUNG, matmul_config(x.element_size()), config)
-    kernels = _kernels(x)
-    out = _check_out(out, x, (rows, columns))
+    kernels = device_code(x, "groups_kernel")
+    out = check_out(RUNG, out, x, (rows, columns), owner="x")
     if tiles is None:
         tiles = tile_map(offsets, config["BLOCK_M"], rows)
-    else:
-        _check_tensor("tiles", tiles, "(slots, 2)")
-        fits = tiles.ndim == 2 and tiles.shape[1] == 2 and tiles.dtype == torch.int32 and tiles.is_contiguous()
-        if not fits or tiles.device != x.device:
-            raise ValueError(
-                f"{RUNG}: tiles is {tuple(tiles.shape)} {tiles.dtype} on {tiles.device}; want (slots, 2) int32 on {x.device}, as tile_map makes it"
-            )
+    expect(RUNG, "tiles", tiles, ("slots", 2), INT32, x.device, owner="x", contiguous=True)
     column_tiles = -(-columns // config["BLOCK_N"])
     if tiles.shape[0] and column_tiles:
         with torch.cuda.device_of(x):
@@ -195,77 +188,42 @@ def permute_rows(x, groups, out=None):
     Raises:
         TypeError, ValueError: naming the argument, what came and what is wanted.
     """
-    _check_tensor("x", x, "(T, width)")
     if not isinstance(groups, TokenGroups):
         raise TypeError(f"{RUNG}: groups is a {type(groups).__name__}; want TokenGroups, as group_tokens returns them")
-    if x.ndim != 2 or x.shape[0] != groups.places.shape[0] or x.stride(1) != 1:
-        raise ValueError(f"{RUNG}: x has shape {tuple(x.shape)}; want ({groups.places.shape[0]}, width), rows contiguous")
-    if groups.places.device != x.device:
-        raise ValueError(f"{RUNG}: groups is on {groups.places.device}; want {x.device}, the device of x")
-    out = _check_out(out, x, (groups.places.numel(), x.shape[1]))
-    if out.shape[1] > 1 and out.stride(1) != 1:
-        raise ValueError(f"{RUNG}: out has strides {out.stride()}; want rows contiguous")
+    expect(RUNG, "x", x, (groups.places.shape[0], "width"), None, groups.places.device, owner="groups")
+    out = check_out(RUNG, out, x, (groups.places.numel(), x.shape[1]), owner="x")
+    for name, rows in (("x", x), ("out", out)):
+        if rows.shape[1] > 1 and rows.stride(1) != 1:
+            raise ValueError(f"{RUNG}: {name} has strides {rows.stride()}; want rows contiguous")
     check_rows("groups.places", groups.places, out.shape[0])
     if x.numel():
         width = x.shape[1]
         block = min(2048, 1 << (width - 1).bit_length())
         with torch.cuda.device_of(x):
-            _kernels(x).dflash1_permute_rows[(x.shape[0], -(-width // block))](
+            device_code(x, "groups_kernel").dflash1_permute_rows[(x.shape[0], -(-width // block))](
                 x, out, groups.places, x.stride(0), out.stride(0), width, TOP_K=groups.top_k, BLOCK=block
             )
     return out
 
 
-def _check_tensor(name, x, layout):
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{RUNG}: {name} is a {type(x).__name__}; want a torch.Tensor {layout}")
-
-
-def _check_out(out, x, shape):
-    """A fresh tensor like ``x`` of ``shape``, or ``out`` after a check."""
-    if out is None:
-        return x.new_empty(shape)
-    _check_tensor("out", out, f"{shape} {x.dtype}, or None")
-    if tuple(out.shape) != shape or out.dtype != x.dtype or out.device != x.device:
-        raise ValueError(f"{RUNG}: out is {tuple(out.shape)} {out.dtype} on {out.device}; want {shape} {x.dtype} on {x.device}")
-    check_no_overlap(RUNG, "out", out)
-    return out
-
-
 def _check_offsets(offsets, rows, num_experts=None, device=None):
     """Check where experts start, the values on a CPU only; returns the number of experts."""
-    wanted = "(num_experts + 1,)" if num_experts is None else f"({num_experts + 1},)"
-    _check_tensor("offsets", offsets, f"{wanted} int32")
-    fits = offsets.ndim == 1 and offsets.numel() >= 1 and (num_experts is None or offsets.numel() == num_experts + 1)
-    if not fits or offsets.dtype != torch.int32 or not offsets.is_contiguous():
-        raise ValueError(f"{RUNG}: offsets is {tuple(offsets.shape)} {offsets.dtype}; want {wanted} int32, contiguous")
-    if device is not None and offsets.device != device:
-        raise ValueError(f"{RUNG}: offsets is on {offsets.device}; want {device}, the device of x")
+    wanted = ("num_experts + 1" if num_experts is None else num_experts + 1,)
+    expect(RUNG, "offsets", offsets, wanted, INT32, device, owner="x", contiguous=True)
+    if not offsets.numel():
+        raise ValueError(f"{RUNG}: offsets has shape (0,); want (num_experts + 1,)")
     if offsets.device.type == "cpu":
         bounds = offsets.tolist()
-        if bounds[0] != 0 or bounds[-1] > rows or any(a > b for a, b in zip(bounds, bounds[1:])):
-            shown = bounds if len(bounds) <= 8 else [*bounds[:4], "...", *bounds[-3:]]
-            raise ValueError(f"{RUNG}: offsets is {shown}; want 0, then never falling, up to {rows} rows at the most")
+        check_bounds(RUNG, "offsets", bounds, min(rows, bounds[-1]), f"up to {rows} rows at the most")
     return offsets.numel() - 1
 
 
 def _check_order(order, x, top_k):
     """Check shape, dtype and device of ``order``: what a host knows without its values."""
-    _check_tensor("order", order, "(rows,) int32")
-    if order.ndim != 1 or order.dtype != torch.int32 or not order.is_contiguous():
-        raise ValueError(f"{RUNG}: order is {tuple(order.shape)} {order.dtype}; want (rows,) int32, contiguous")
-    if order.device != x.device:
-        raise ValueError(f"{RUNG}: order is on {order.device}; want {x.device}, the device of x")
+    expect(RUNG, "order", order, ("rows",), INT32, x.device, owner="x", contiguous=True)
     if order.numel() != x.shape[0] * top_k:
         given, rest = divmod(order.numel(), x.shape[0]) if x.shape[0] else (0, 1)
         hint = f"; was top_k={given} meant?" if given and not rest else ""
         raise ValueError(
             f"{RUNG}: order has {order.numel()} rows; want {x.shape[0] * top_k}, the {x.shape[0]} tokens of x times top_k={top_k}{hint}"
         )
-
-
-def _kernels(x):
-    _device_code(x)
-    from . import groups_kernel
-
-    return groups_kernel

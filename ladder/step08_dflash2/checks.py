@@ -7,7 +7,7 @@ import torch
 
 from ladder import contract
 from ladder.contract import FLOATS, INT32, check_attention, check_flag, check_integer, expect, merge_config
-from ladder.step07_dflash1.attention import DecodeWorkspace
+from ladder.step07_dflash1.decode import DecodeWorkspace
 
 from .dispatch import RUNG
 from .windows import RangeWindows

@@ -4,7 +4,8 @@ import torch
 
 from ladder.contract import FLOATS, check_integer, check_out, check_paged
 from ladder.step06_paged.attention import processors
-from ladder.step07_dflash1.attention import DecodeWorkspace, arch, layout
+from ladder.step07_dflash1.decode import DecodeWorkspace
+from ladder.step07_dflash1.tiles import arch, layout
 
 from . import eager
 from .checks import check_decode_options, check_latent, check_written, unlike

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from ladder.step07_dflash1.attention import arch as capability
+from ladder.step07_dflash1.tiles import arch as capability
 
 RUNG = "step08_dflash2"
 arch = functools.cache(capability)

@@ -4,7 +4,7 @@ import torch
 
 from ladder.contract import check_flag, check_integer, check_scale
 from ladder.step06_paged.attention import processors
-from ladder.step07_dflash1.attention import arch
+from ladder.step07_dflash1.tiles import arch
 
 from .api import dense, dflash2_decode, dflash2_mla_decode, paged_prefill, varlen
 from .checks import check_options

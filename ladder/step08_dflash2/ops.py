@@ -9,7 +9,7 @@ Windows travel as ``RangeWindows.flat``. The entries call them while they are be
 import torch
 
 from ladder.contract import kernel_entry
-from ladder.step07_dflash1.attention import DecodeWorkspace
+from ladder.step07_dflash1.decode import DecodeWorkspace
 
 from . import decode, prefill
 from .checks import check_windows

@@ -5,7 +5,7 @@ import torch
 from ladder.contract import FLOATS, check_integer, merge_config
 from ladder.rungs import MAX_HEAD_DIM
 from ladder.step06_paged.attention import processors
-from ladder.step07_dflash1.attention import arch
+from ladder.step07_dflash1.tiles import arch
 
 from .checks import check_windows, unlike
 from .dispatch import RUNG, device_code

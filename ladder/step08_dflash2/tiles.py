@@ -7,7 +7,7 @@ import torch
 
 from ladder.contract import merge_config
 from ladder.step05_fused.attention import LOG2_E
-from ladder.step07_dflash1.attention import layout, prefill_config, split_head
+from ladder.step07_dflash1.tiles import layout, prefill_config, split_head
 
 from .dispatch import RUNG
 from .windows import UNLIMITED

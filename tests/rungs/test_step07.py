@@ -10,6 +10,7 @@ from support.decode_checks import DEVICE, LAYOUTS, PROBLEMS, SMALL, check_decode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ladder.step07_dflash1 as step07
+from ladder import contract
 from ladder.lab.decode_problem import DecodeOracle, DecodeProblem, PagedInputs
 from ladder.lab.parity import Oracle, inside_nan, nan_allocations, poison
 from ladder.lab.problem import MINILM, AttentionProblem, reference
@@ -19,6 +20,7 @@ from ladder.step07_dflash1 import (
     attention,
     attention_varlen,
     capacity_offsets,
+    decode,
     decode_bytes_moved,
     group_tokens,
     grouped_matmul,
@@ -26,9 +28,10 @@ from ladder.step07_dflash1 import (
     paged_decode,
     paged_prefill,
     permute_rows,
+    prefill,
     tile_map,
 )
-from ladder.step07_dflash1.attention import layout, split_head
+from ladder.step07_dflash1.tiles import layout, split_head
 
 ON_GPU = DEVICE.type == "cuda"
 SMALL_TILES = dict(BLOCK_M=16, BLOCK_N=16, num_warps=4)
@@ -109,13 +112,11 @@ def test_stride_zero_and_wide_strides():
 
 
 def test_wide_offsets_give_the_same_numbers(monkeypatch):
-    import importlib
-
-    module = importlib.import_module("ladder.step07_dflash1.attention")
     q, k, v = DENSE["d48/24"].make(DEVICE)
     inputs = inputs_of(PROBLEMS["d192/128"])
     narrow = attention(q, k, v, causal=True, config=SMALL_TILES), paged_decode(*inputs)
-    monkeypatch.setattr(module, "layout", lambda k, v: {**layout(k, v), "WIDE": True})
+    for module in (prefill, decode):
+        monkeypatch.setattr(module, "layout", lambda k, v: {**layout(k, v), "WIDE": True})
     assert torch.equal(attention(q, k, v, causal=True, config=SMALL_TILES), narrow[0])
     assert torch.equal(paged_decode(*inputs), narrow[1])
 
@@ -308,16 +309,13 @@ def test_splits_may_finish_in_any_order():
     assert torch.equal(out, want)
 
 
-def test_loud_length_in_the_kernel():
+def test_loud_length_in_the_kernel(monkeypatch):
     """On a GPU the host does not read the lengths; here the kernel is launched behind the check's back."""
-    import importlib
-    from unittest import mock
-
-    module = importlib.import_module("ladder.step07_dflash1.attention")
     q, k, v, table, lens = inputs_of(PROBLEMS["group of 3"])
     want = paged_decode(q, k, v, table, lens)
     lens[1] = 97
-    with mock.patch.object(module, "check_paged", lambda *a, scale, **_: 32**-0.5), nan_allocations():
+    monkeypatch.setattr(contract, "_check_pages", lambda *arguments: None)
+    with nan_allocations():
         for splits in (1, 3):
             out, lse = paged_decode(q, k, v, table, lens, num_kv_splits=splits, return_lse=True)
             assert out[1].isnan().all() and lse[1].isnan().all() and out[0].isfinite().all()

@@ -207,7 +207,7 @@ class SplitExplorer(Explorer):
 
     def rule(self):
         """(fewest keys of a split, share of the slots that must be filled) by which the rung chooses."""
-        from ladder.step07_dflash1.attention import MIN_SPLIT_KEYS
+        from ladder.step07_dflash1.tiles import MIN_SPLIT_KEYS
 
         return (MIN_SPLIT_KEYS, 0.95) if self.packed.value else (64, 0.85)
 

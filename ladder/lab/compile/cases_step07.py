@@ -3,7 +3,7 @@
 ``ladder.lab.compile.matrix`` asks every Triton rung that has such a module for its cases.
 """
 
-import importlib
+from contextlib import ExitStack
 from types import SimpleNamespace
 from unittest import mock
 
@@ -44,9 +44,7 @@ def compile_cases(shared_memory_bytes, capability, *, thorough=False):
         shared_memory_bytes, capability: of the processor, which the tile sizes depend on.
         thorough: also every head size x dtype x mask.
     """
-    attention = importlib.import_module("ladder.step07_dflash1.attention")
-    groups = importlib.import_module("ladder.step07_dflash1.groups")
-    from ladder.step07_dflash1 import groups_kernel, kernel
+    from ladder.step07_dflash1 import decode, groups, groups_kernel, kernel, prefill
 
     launches = []
     stand_in = SimpleNamespace(
@@ -59,11 +57,11 @@ def compile_cases(shared_memory_bytes, capability, *, thorough=False):
     )
 
     def launched(name, call):
-        with (
-            mock.patch.object(attention, "_device_code", lambda *_: stand_in),
-            mock.patch.object(groups, "_kernels", lambda *_: stand_in),
-            mock.patch.object(attention, "arch", lambda _: 10 * capability[0] + capability[1]),
-        ):
+        with ExitStack() as patches:
+            for module in (prefill, decode, groups):
+                patches.enter_context(mock.patch.object(module, "device_code", lambda *_: stand_in))
+            for module in (prefill, decode):
+                patches.enter_context(mock.patch.object(module, "arch", lambda _: 10 * capability[0] + capability[1]))
             call()
         for function, args, kwargs in launches:
             tiles = f" {kwargs['BLOCK_M']}x{kwargs['BLOCK_N']}" if "BLOCK_M" in kwargs else ""
@@ -73,15 +71,15 @@ def compile_cases(shared_memory_bytes, capability, *, thorough=False):
     def dims(d, dv):
         return f"d{d}" if d == dv else f"d{d}/{dv}"
 
-    prefill = list(PREFILL)
+    dense = list(PREFILL)
     if thorough:
         sizes = (16, 16), (32, 32), (40, 40), (80, 80), (96, 96), (128, 64), (136, 136), (192, 192), (224, 128)
-        prefill += [(d, dv, t, c) for d, dv in sizes for t in (BF16, FP32) for c in (False, True)]
-    for d, dv, dtype, causal in prefill:
+        dense += [(d, dv, t, c) for d, dv in sizes for t in (BF16, FP32) for c in (False, True)]
+    for d, dv, dtype, causal in dense:
         length = 1001 if causal else 1024  # 1001: no divisor that the compiler could use
         q, k, v = (torch.empty(2, h, length, n, dtype=dtype) for h, n in ((8, d), (2, d), (2, dv)))
         name = f"{dims(d, dv)} {str(dtype)[6:]} {'causal' if causal else 'dense'}"
-        yield from launched(name, lambda: attention.attention(q, k, v, causal=causal, return_lse=causal))  # noqa: B023
+        yield from launched(name, lambda: prefill.attention(q, k, v, causal=causal, return_lse=causal))  # noqa: B023
 
     cu = torch.tensor([0, 30, 101], dtype=torch.int32)
     for d, dv, top_k, page, dtype in RAGGED:
@@ -91,9 +89,9 @@ def compile_cases(shared_memory_bytes, capability, *, thorough=False):
         if page:
             caches = (torch.empty(5, page, 2, n, dtype=dtype) for n in (d, dv))
             table, lengths = torch.zeros(2, 7, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-            call = lambda: attention.paged_prefill(q, *caches, table, lengths, cu)  # noqa: B023,E731
+            call = lambda: prefill.paged_prefill(q, *caches, table, lengths, cu)  # noqa: B023,E731
         else:
-            call = lambda: attention.attention_varlen(q, k, v, cu, cu, causal=True, return_lse=True, out_index=index)  # noqa: B023,E731
+            call = lambda: prefill.attention_varlen(q, k, v, cu, cu, causal=True, return_lse=True, out_index=index)  # noqa: B023,E731
         yield from launched(name, call)
 
     for d, dv, group, q_len, page, splits, dtype in DECODE:
@@ -105,9 +103,9 @@ def compile_cases(shared_memory_bytes, capability, *, thorough=False):
         table, lengths = torch.zeros(3, 7, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
         options = dict(num_kv_splits=splits, return_lse=q_len == 1)
         if latent:
-            call = lambda: attention.mla_decode(q, k_cache[:, :, 0], table, lengths, scale=0.07, **options)  # noqa: B023,E731
+            call = lambda: decode.mla_decode(q, k_cache[:, :, 0], table, lengths, scale=0.07, **options)  # noqa: B023,E731
         else:
-            call = lambda: attention.paged_decode(q, k_cache, v_cache, table, lengths, **options)  # noqa: B023,E731
+            call = lambda: decode.paged_decode(q, k_cache, v_cache, table, lengths, **options)  # noqa: B023,E731
         yield from launched(f"{dims(d, dv)} {str(dtype)[6:]} group {group} q{q_len} page {page} splits {splits}", call)
 
     ids = torch.zeros(1001, 6, dtype=torch.int64)

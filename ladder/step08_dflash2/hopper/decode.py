@@ -86,7 +86,7 @@ def launch_decode(q, k_cache, v_cache, block_table, seq_lens, out, lse, *, scale
     """
     from triton.experimental.gluon import language as gl
 
-    from ladder.step07_dflash1.attention import DecodeWorkspace
+    from ladder.step07_dflash1.decode import DecodeWorkspace
 
     from .decode_kernel import dflash2_decode_hopper
 

@@ -108,7 +108,7 @@ def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right
     """
     from triton.experimental.gluon import language as gl
 
-    from ladder.step07_dflash1.attention import DecodeWorkspace
+    from ladder.step07_dflash1.decode import DecodeWorkspace
 
     from .merge_kernel import dflash2_mla_merge_parts
     from .mla_few_kernel import dflash2_mla_few_hopper
