@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 from support.checks import CASES, DEVICE, check, small_tiles
-from support.ragged import LENGTHS, packed, starts
+from support.ragged import check_ragged
 from support.step08_checks import WINDOWS, WindowOracle
 
-from ladder.lab.parity import Oracle, inside_nan, nan_allocations
+from ladder.lab.parity import nan_allocations
 from ladder.lab.problem import AttentionProblem
 from ladder.rungs import find
 from ladder.step08_dflash2.windows import RangeWindows
@@ -193,20 +193,6 @@ def plant(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def check_ragged(module):
-    lengths_q, lengths_k = LENGTHS["mixed"]
-    q, k, v = (inside_nan(x) for x in packed(lengths_q, lengths_k))
-    with nan_allocations():
-        entry = module.dflash2_varlen if hasattr(module, "dflash2_varlen") else module.attention_varlen
-        out = entry(q, k, v, starts(lengths_q), starts(lengths_k), causal=True)
-    i = j = 0
-    for Sq, Sk in zip(lengths_q, lengths_k):
-        one = [x.transpose(0, 1)[None] for x in (q[i : i + Sq], k[j : j + Sk], v[j : j + Sk])]
-        parity = Oracle(*one, causal=True).check(out[i : i + Sq].transpose(0, 1)[None])
-        assert parity, parity.reason
-        i, j = i + Sq, j + Sk
-
-
 # Cases that rung 08 alone can compute: the problem's shape, and how attention is called.
 STEP08 = {
     "packed": (dict(Hq=6, Hkv=2, Sq=3, Sk=40), {}),
@@ -240,7 +226,8 @@ def check_mutant(module, case):
         check_step08(module, case)
     elif case == "ragged":
         with small_tiles(module.attention):
-            check_ragged(module)
+            entry = module.dflash2_varlen if hasattr(module, "dflash2_varlen") else module.attention_varlen
+            check_ragged(entry, "mixed", True)
     else:
         check(module.attention, CASES[case], small=True)
 

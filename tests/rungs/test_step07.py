@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.decode_checks import DEVICE, LAYOUTS, PROBLEMS, SMALL, check_decode, inputs_of
+from support import ragged
+from support.decode_checks import DEVICE, PROBLEMS, SMALL, inputs_of, latent_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ladder.step07_dflash1 as step07
-from ladder import contract
-from ladder.lab.decode_problem import DecodeOracle, DecodeProblem, PagedInputs
+from ladder.lab.decode_problem import DecodeOracle, DecodeProblem
 from ladder.lab.parity import Oracle, inside_nan, nan_allocations, poison
 from ladder.lab.problem import MINILM, AttentionProblem, reference
 from ladder.rungs import find
@@ -141,42 +141,9 @@ def test_split_head():
 # Ragged prefill, and chunks on a cache
 
 
-def packed(lengths_q, lengths_k, Hq=4, Hkv=2, D=32, Dv=16, dtype=torch.float16, index=torch.int32):
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(n, h, d):
-        return torch.randn(n, h, d, generator=generator).to(DEVICE, dtype)
-
-    def starts(lengths):
-        return torch.tensor([0, *lengths], dtype=index, device=DEVICE).cumsum(0, dtype=index)
-
-    q, k, v = draw(sum(lengths_q), Hq, D), draw(sum(lengths_k), Hkv, D), draw(sum(lengths_k), Hkv, Dv)
-    return q, k, v, starts(lengths_q), starts(lengths_k)
-
-
-RAGGED = {
-    "one": ([20], [20]),
-    "several": ([5, 17, 16, 33, 1], [9, 17, 40, 33, 1]),
-    "empty ones": ([0, 5, 0, 0, 18, 0], [3, 5, 0, 7, 30, 0]),
-    "queries without keys": ([5, 7], [0, 3]),
-    "many short": ([1, 2, 3] * 9, [3, 2, 1] * 9),
-    "no sequence": ([], []),
-}
-
-
-@pytest.mark.parametrize("causal", (False, True))
-@pytest.mark.parametrize("name", RAGGED)
-def test_ragged(name, causal):
-    lengths_q, lengths_k = RAGGED[name]
-    q, k, v, cu_q, cu_k = packed(lengths_q, lengths_k)
-    with nan_allocations():
-        out, lse = attention_varlen(q, k, v, cu_q, cu_k.long(), causal=causal, return_lse=True, config=SMALL_TILES)
-    assert out.shape == (sum(lengths_q), 4, 16) and lse.shape == (4, sum(lengths_q))
-    for q0, q1, k0, k1 in zip(cu_q.tolist(), cu_q.tolist()[1:], cu_k.tolist(), cu_k.tolist()[1:]):
-        if q1 > q0:
-            args = (x.transpose(0, 1)[None] for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
-            parity = Oracle(*args, causal=causal).check(out[q0:q1].transpose(0, 1)[None], lse[None, :, q0:q1])
-            assert parity, parity.reason
+def packed(lengths_q, lengths_k, **changes):
+    tensors = ragged.packed(lengths_q, lengths_k, **{**dict(Hq=4, D=32, Dv=16), **changes})
+    return (*tensors, ragged.starts(lengths_q), ragged.starts(lengths_k))
 
 
 def test_ragged_with_shipped_tiles():
@@ -218,39 +185,6 @@ def test_chunks_give_what_the_whole_gives():
 
 
 # Decode
-
-
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_decode_edge(name):
-    p = PROBLEMS[name]
-    check_decode(paged_decode, inputs_of(p), scale=p.scale)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
-def test_decode_layouts(layout):
-    check_decode(paged_decode, inputs_of(PROBLEMS["group of 3"], layout))
-
-
-@pytest.mark.parametrize("splits", (1, 2, 3, 7, 50))
-def test_every_number_of_splits(splits):
-    out, oracle = check_decode(paged_decode, inputs_of(PROBLEMS["splits"]), num_kv_splits=splits)
-    one = paged_decode(*inputs_of(PROBLEMS["splits"]), num_kv_splits=1)
-    assert (out.double() - one.double()).abs().max() <= 2 * oracle.budget
-
-
-def test_agrees_with_step_06():
-    inputs = inputs_of(PROBLEMS["group of 7"])
-    oracle = DecodeOracle(inputs)
-    difference = paged_decode(*inputs).double() - find(6).module.paged_decode(*inputs).double()
-    assert difference.abs().max() <= 2 * oracle.budget
-
-
-def test_a_fixed_number_of_splits_ignores_the_rest_of_the_batch():
-    q, k, v, table, lens = inputs_of(PROBLEMS["page edges"])
-    together = paged_decode(q, k, v, table, lens, num_kv_splits=3)
-    for b in range(len(lens)):
-        alone = paged_decode(q[b : b + 1], k, v, table[b : b + 1], lens[b : b + 1], num_kv_splits=3)
-        assert torch.equal(alone[0], together[b])
 
 
 def test_workspace_is_sized_to_need_and_left_clean():
@@ -309,21 +243,6 @@ def test_splits_may_finish_in_any_order():
     assert torch.equal(out, want)
 
 
-def test_loud_length_in_the_kernel(monkeypatch):
-    """On a GPU the host does not read the lengths; here the kernel is launched behind the check's back."""
-    q, k, v, table, lens = inputs_of(PROBLEMS["group of 3"])
-    want = paged_decode(q, k, v, table, lens)
-    lens[1] = 97
-    monkeypatch.setattr(contract, "_check_pages", lambda *arguments: None)
-    with nan_allocations():
-        for splits in (1, 3):
-            out, lse = paged_decode(q, k, v, table, lens, num_kv_splits=splits, return_lse=True)
-            assert out[1].isnan().all() and lse[1].isnan().all() and out[0].isfinite().all()
-        cu = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
-        out = paged_prefill(q[:, 0], k, v, table, lens, cu, config=SMALL_TILES)
-        assert out[1].isnan().all() and (out[0].double() - want[0, 0].double()).abs().max() < 2e-3
-
-
 def test_decode_bytes_moved():
     p = DecodeProblem(B=64, context=4096)
     assert p.kv_bytes < decode_bytes_moved(p) < 1.02 * p.kv_bytes  # a quarter of step 06's: the group shares a tile
@@ -332,12 +251,6 @@ def test_decode_bytes_moved():
 
 
 # MLA
-
-
-def latent_inputs(**changes):
-    p = DecodeProblem(**{**dict(B=2, Hq=5, Hkv=1, D=48, Dv=32, latent=True, page_size=16, dtype="float16", lengths=(0, 40),
-                               max_context=64, scale=0.2), **changes})  # fmt: skip
-    return p, p.make(DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -384,21 +297,6 @@ def test_absorbed_mla_is_mla():
     assert (got - want[:, :, 0]).abs().max() < 1e-5
 
 
-def test_mla_rejects():
-    p, x = latent_inputs()
-    cache = x.k_cache[:, :, 0]
-    with pytest.raises(TypeError, match="scale"):
-        mla_decode(x.q, cache, x.block_table, x.seq_lens, head_dim_v=32)
-    with pytest.raises(TypeError, match=r"step07_dflash1: scale is None; want the model's, 1/sqrt\(192\)"):
-        mla_decode(x.q, cache, x.block_table, x.seq_lens, head_dim_v=32, scale=None)
-    with pytest.raises(ValueError, match="head_dim_v is 512; want a power of two, 16 .. 48"):
-        mla_decode(x.q, cache, x.block_table, x.seq_lens, scale=1.0)
-    with pytest.raises(ValueError, match=r"latent_cache is \(.*\); want a tensor \(num_pages, page_size, D\)"):
-        mla_decode(x.q, x.k_cache, x.block_table, x.seq_lens, scale=1.0, head_dim_v=32)
-    with pytest.raises(NotImplementedError, match="D = 48 is above twice head_dim_v = 16"):
-        mla_decode(x.q, cache, x.block_table, x.seq_lens, scale=1.0, head_dim_v=16)
-
-
 # Groups
 
 
@@ -428,19 +326,6 @@ def test_group_tokens(shape, num_experts, dtype, dropped):
     places = groups.places.flatten().cpu()
     assert groups.places.shape == (shape if len(shape) == 2 else (*shape, 1))
     assert torch.equal(places[order], torch.arange(total, dtype=torch.int32)) and (places[~kept] == -1).all()
-
-
-def test_group_tokens_rejects():
-    for bad, message in (
-        (torch.zeros(3), r"expert_ids is \(3,\) torch.float32; want \(T,\) or \(T, top_k\), int32 or int64"),
-        (torch.zeros(1, 2, 3, dtype=torch.int32), r"expert_ids is \(1, 2, 3\) torch.int32"),
-    ):
-        with pytest.raises(ValueError, match="step07_dflash1: " + message):
-            group_tokens(bad.to(DEVICE), 4)
-    with pytest.raises(TypeError, match="expert_ids is a list"):
-        group_tokens([1, 2], 4)
-    with pytest.raises(ValueError, match="num_experts is 0; want an integer of at least 1"):
-        group_tokens(torch.zeros(3, dtype=torch.int32, device=DEVICE), 0)
 
 
 @pytest.mark.parametrize("block", (1, 4, 16))
@@ -483,20 +368,6 @@ def test_grouped_matmul(dtype, inner, columns):
         assert torch.equal(padded_out[e * capacity : e * capacity + counts[e]], out[groups.offsets[e] : groups.offsets[e + 1]])
 
 
-def test_grouped_matmul_rejects():
-    x, weight = torch.zeros(4, 8, device=DEVICE), torch.zeros(3, 8, 5, device=DEVICE)
-    offsets = capacity_offsets(3, 1, DEVICE)
-    for args, options, message in (
-        ((x, weight[:, :7], offsets), {}, r"weight has shape \(3, 7, 5\), x \(4, 8\); want"),
-        ((x, weight.half(), offsets), {}, "weight is torch.float16 on .*; want torch.float32"),
-        ((x, weight, offsets[:3]), {}, r"offsets is \(3,\) torch.int32; want \(4,\) int32"),
-        ((x, weight, offsets), dict(order=offsets.long()), r"order is \(4,\) torch.int64; want \(rows,\) int32"),
-        ((x, weight, offsets), dict(out=x), r"out is \(4, 8\) .*; want \(4, 5\)"),
-    ):
-        with pytest.raises(ValueError, match="step07_dflash1: " + message):
-            grouped_matmul(*args, **options)
-
-
 @pytest.mark.parametrize("top_k", (1, 3))
 @pytest.mark.parametrize("index", (torch.int32, torch.int64))
 def test_attention_in_expert_order(top_k, index):
@@ -514,8 +385,6 @@ def test_attention_in_expert_order(top_k, index):
     assert torch.equal(permute_rows(want.flatten(1), groups)[:rows], got[:rows].flatten(1))
     with pytest.raises(ValueError, match=rf"out has shape \(3, 4, 16\); want \(at least {55 * top_k}, 4, 16\)"):
         attention_varlen(q, k, v, cu_q, cu_k, out=out[:3], out_index=groups.places)
-    with pytest.raises(ValueError, match=r"out_index is .*; want a contiguous \(55, top_k\) int32 or int64"):
-        attention_varlen(q, k, v, cu_q, cu_k, out_index=groups.places[:5])
 
 
 @pytest.mark.skipif(not (TRACES / "esft_dsv2lite_law.npz").exists(), reason="no routing traces; LADDER_TRACES names their folder")
@@ -534,117 +403,6 @@ def test_real_routing(task):
         tiles = int((tile_map(groups.offsets, 64, rows)[:, 0] >= 0).sum())
         padded = 64 * -(-int(counts[layer].max()) // 64)
         assert rows / 64 <= tiles <= rows / 64 + 64 and padded > 1.9 * tiles  # padding would double the work, or more
-
-
-# What a user gets wrong
-
-
-def test_bad_prefill_arguments():
-    q, k, v, cu, _ = packed([5, 17], [5, 17])
-    for change, error, message in (
-        (dict(q=[1]), TypeError, r"q is a list; want a torch.Tensor \(total_q, Hq, D\)"),
-        (dict(q=q[None]), ValueError, r"q has shape \(1, 22, 4, 32\); want \(total_q, Hq, D\)"),
-        (dict(k=k[:, :, :16]), ValueError, r"k has shape .*; want \(total_k, Hkv, 32\)"),
-        (dict(q=q[:, :3]), ValueError, "q has 3 heads; want a multiple of the 2 heads"),
-        (dict(cu_seqlens_q=cu.float()), ValueError, "cu_seqlens_q .*torch.float32; want"),
-        (dict(cu_seqlens_k=cu[:2]), ValueError, "cu_seqlens_k"),
-        (dict(causal=1), TypeError, "causal is 1; want True or False"),
-        (dict(out=q), ValueError, r"out has shape \(22, 4, 32\); want \(22, 4, 16\)"),
-        (dict(out_index=[1]), TypeError, "out_index is a list"),
-    ):
-        arguments = {**dict(q=q, k=k, v=v, cu_seqlens_q=cu, cu_seqlens_k=cu), **change}
-        with pytest.raises(error, match="step07_dflash1: " + message):
-            attention_varlen(**arguments)
-    if not ON_GPU:  # values are on the device there
-        with pytest.raises(ValueError, match=r"cu_seqlens_q is \[0, 5, 21\]; want 0, then never falling, up to the 22"):
-            attention_varlen(q, k, v, torch.tensor([0, 5, 21], dtype=torch.int32), cu)
-
-
-def paged_call(name, **changes):
-    """A call over pages that works, with ``changes``: 40 keys of the second sequence on pages of 16 end in column 2."""
-    if name == "mla_decode":
-        _, x = latent_inputs(lengths=(5, 40))
-        arguments = dict(q=x.q, latent_cache=x.k_cache[:, :, 0], scale=0.2, head_dim_v=32)
-    else:
-        x = inputs_of(PROBLEMS["group of 3"])
-        arguments = dict(q=x.q, k_cache=x.k_cache, v_cache=x.v_cache)
-        if name == "paged_prefill":
-            arguments.update(q=x.q[:, 0], cu_seqlens_q=torch.arange(3, dtype=torch.int32, device=DEVICE), config=SMALL_TILES)
-    return getattr(step07, name), {**arguments, "block_table": x.block_table, "seq_lens": x.seq_lens, **changes}
-
-
-PAGED_CALLS = ("paged_decode", "paged_prefill", "mla_decode")
-
-
-@pytest.mark.skipif(ON_GPU, reason="on a GPU the table is not read by the host")
-@pytest.mark.parametrize("entry", (10**7, -1))
-@pytest.mark.parametrize("name", PAGED_CALLS)
-def test_a_live_entry_that_is_no_page_is_an_error(name, entry):
-    call, arguments = paged_call(name)
-    want = call(**arguments)
-    arguments["block_table"][1, 3:] = entry
-    assert torch.equal(call(**arguments), want)
-    arguments["block_table"][1, 2] = entry
-    with pytest.raises(ValueError, match=rf"step07_dflash1: block_table\[1, 2\] is {entry}, and seq_lens\[1\] = 40 reaches it; want 0 .. "):
-        call(**arguments)
-
-
-@pytest.mark.skipif(ON_GPU, reason="on a GPU the table is not read by the host")
-@pytest.mark.parametrize("name", PAGED_CALLS)
-def test_a_cache_without_pages(name):
-    call, arguments = paged_call(name)
-    arguments.update({n: x[:0] for n, x in arguments.items() if n.endswith("_cache")})
-    with pytest.raises(ValueError, match=r"step07_dflash1: block_table\[0, 0\] is .*; want no live entry: the cache has no page"):
-        call(**arguments)
-    arguments["seq_lens"].zero_()
-    assert (call(**arguments) == 0).all()
-
-
-@pytest.mark.parametrize(
-    "changes, error, message",
-    (
-        (dict(return_lse="no"), TypeError, "return_lse is 'no'; want True or False"),
-        (dict(config=[1]), TypeError, "config is a list; want a dict of launch parameters, or None"),
-        (dict(out=[1]), TypeError, "out is a list; want a torch.Tensor"),
-    ),
-    ids=("return_lse", "config", "out"),
-)
-@pytest.mark.parametrize("name", (*PAGED_CALLS, "attention", "attention_varlen"))
-def test_bad_options(name, changes, error, message):
-    if name in PAGED_CALLS:
-        call, arguments = paged_call(name)
-    elif name == "attention":
-        call, arguments = attention, dict(zip("qkv", DENSE["causal"].make(DEVICE)))
-    else:
-        call, arguments = attention_varlen, dict(zip(("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"), packed([5, 17], [5, 17])))
-    with pytest.raises(error, match="step07_dflash1: " + message):
-        call(**{**arguments, **changes})
-
-
-@pytest.mark.parametrize("name", ("paged_decode", "mla_decode"))
-@pytest.mark.parametrize(
-    "changes, error, message",
-    (
-        (dict(num_kv_splits=1.5), TypeError, "num_kv_splits is 1.5; want an integer of at least 1, or None"),
-        (dict(num_kv_splits=0), ValueError, "num_kv_splits is 0; want an integer of at least 1, or None"),
-        (dict(workspace=3, num_kv_splits=1), TypeError, "workspace is a int; want a DecodeWorkspace"),
-    ),
-    ids=("1.5 splits", "no split", "workspace"),
-)
-def test_bad_decode_options(name, changes, error, message):
-    call, arguments = paged_call(name)
-    with pytest.raises(error, match="step07_dflash1: " + message):
-        call(**{**arguments, **changes})
-
-
-@pytest.mark.parametrize("head_dim_v", ("32", 32.0, True))
-def test_mla_head_size_is_an_integer(head_dim_v):
-    call, arguments = paged_call("mla_decode", head_dim_v=head_dim_v)
-    with pytest.raises(TypeError, match="step07_dflash1: head_dim_v is .*; want an integer"):
-        call(**arguments)
-    call, arguments = paged_call("mla_decode", latent_cache=[1])
-    with pytest.raises(TypeError, match="step07_dflash1: latent_cache is a list; want a torch.Tensor"):
-        call(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -666,18 +424,6 @@ def test_out_that_lies_on_itself(strides, fits):
             attention(q, k, v, causal=True, config=SMALL_TILES, out=out)
 
 
-def test_packed_out_that_lies_on_itself():
-    q, k, v, cu, _ = packed([5, 17], [5, 17])
-    with pytest.raises(ValueError, match=r"step07_dflash1: out has shape \(22, 4, 16\) and strides \(0, 16, 1\)"):
-        attention_varlen(q, k, v, cu, cu, out=v.new_empty(1, 4, 16).expand(22, 4, 16))
-
-
-def test_strided_cu_seqlens():
-    q, k, v, cu, _ = packed([5, 17], [5, 17])
-    with pytest.raises(ValueError, match=r"step07_dflash1: cu_seqlens_k has strides \(2,\); want a contiguous tensor"):
-        attention_varlen(q, k, v, cu, cu.repeat_interleave(2)[::2])
-
-
 @pytest.mark.skipif(ON_GPU, reason="on a GPU the index is not read by the host")
 @pytest.mark.parametrize("index", (torch.int32, torch.int64))
 def test_out_index_beyond_out(index):
@@ -690,107 +436,103 @@ def test_out_index_beyond_out(index):
     assert torch.equal(out[44], out[6]) and (out[7] == 0).all()
 
 
-# Groups that do not fit: x has 4 tokens, 3 experts own 1, 0 and 3 rows.
-
-
-def grouped_call(**changes):
-    arguments = dict(x=torch.ones(4, 8), weight=torch.ones(3, 8, 5), offsets=torch.tensor([0, 1, 1, 4], dtype=torch.int32))
-    return {n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in {**arguments, **changes}.items()}
+# What a user gets wrong, beyond what test_contract.py and test_paged.py ask of every rung.
+# x has 4 tokens, 3 experts own 1, 0 and 3 rows.
 
 
 def int32(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-@pytest.mark.parametrize(
-    "changes, error, message",
-    (
-        (dict(x=[1]), TypeError, r"x is a list; want a torch.Tensor \(T, K\)"),
-        (dict(x=torch.ones(4, 8, dtype=torch.int32)), ValueError, "x has dtype torch.int32; want float16, bfloat16 or float32"),
-        (dict(weight=[1]), TypeError, "weight is a list; want a torch.Tensor"),
-        (dict(offsets=[0, 1, 1, 4]), TypeError, r"offsets is a list; want a torch.Tensor \(4,\) int32"),
-        (dict(offsets=torch.tensor([0, 1, 1, 4])), ValueError, r"offsets is \(4,\) torch.int64; want \(4,\) int32"),
-        (dict(order=[0, 1, 2, 3]), TypeError, "order is a list; want a torch.Tensor"),
-        (dict(order=torch.arange(8, dtype=torch.int32)), ValueError, "order has 8 rows; want 4, .*top_k=1; was top_k=2 meant?"),
-        (dict(order=int32(0, 1, 2)), ValueError, "order has 3 rows; want 4, the 4 tokens of x times top_k=1$"),
-        (dict(top_k=0), ValueError, "top_k is 0; want an integer of at least 1"),
-        (dict(top_k=2.0), TypeError, "top_k is 2.0; want an integer of at least 1"),
-        (dict(top_k=True), TypeError, "top_k is True; want an integer of at least 1"),
-        (dict(out=[1]), TypeError, "out is a list; want a torch.Tensor"),
-        (dict(out=torch.ones(1, 5, device=DEVICE).expand(4, 5)), ValueError, "out has shape .*; want memory of its own"),
-        (dict(tiles=[1]), TypeError, r"tiles is a list; want a torch.Tensor \(slots, 2\)"),
-        (dict(tiles=int32(0, 0)), ValueError, r"tiles is \(2,\) torch.int32 .*; want \(slots, 2\) int32"),
-        (dict(config=[1]), TypeError, "config is a list; want a dict of launch parameters, or None"),
-    ),
-)
-def test_grouped_matmul_rejects_more(changes, error, message):
-    with pytest.raises(error, match="step07_dflash1: " + message):
-        grouped_matmul(**grouped_call(**changes))
+def varlen_arguments():
+    return dict(zip(("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"), packed([5, 17], [5, 17])))
 
 
-@pytest.mark.skipif(ON_GPU, reason="on a GPU offsets and order are not read by the host")
-@pytest.mark.parametrize(
-    "changes, message",
-    (
-        (dict(offsets=int32(1, 1, 1, 4)), r"offsets is \[1, 1, 1, 4\]; want 0, then never falling, up to 4 rows at the most"),
-        (dict(offsets=int32(0, 2, 1, 4)), r"offsets is \[0, 2, 1, 4\]; want 0, then never falling"),
-        (dict(offsets=int32(0, 1, 1, 5)), r"offsets is \[0, 1, 1, 5\]; want 0, .*up to 4 rows"),
-        (dict(order=int32(0, 1, 4, 3)), "order holds 4 before row 4, the end of offsets; want 0 .. 3"),
-        (dict(order=int32(0, 1, -1, 3)), "order holds -1 before row 4"),
-    ),
-)
-def test_grouped_matmul_reads_offsets_and_order(changes, message):
-    with pytest.raises(ValueError, match="step07_dflash1: " + message):
-        grouped_matmul(**grouped_call(**changes))
-    if "offsets" in changes:
-        with pytest.raises(ValueError, match="step07_dflash1: offsets is"):
-            tile_map(changes["offsets"], 2, 4)
+GOOD = {
+    attention: lambda: dict(zip("qkv", DENSE["causal"].make(DEVICE))),
+    attention_varlen: varlen_arguments,
+    grouped_matmul: lambda: dict(x=torch.ones(4, 8), weight=torch.ones(3, 8, 5), offsets=int32(0, 1, 1, 4)),
+    tile_map: lambda: dict(offsets=int32(0, 4), block_rows=2, total_rows=4),
+    permute_rows: lambda: dict(x=torch.ones(4, 6), groups=group_tokens(torch.arange(8, device=DEVICE).view(4, 2) % 3, 3)),
+    group_tokens: lambda: dict(expert_ids=torch.zeros(3, dtype=torch.int32), num_experts=4),
+    capacity_offsets: lambda: dict(num_experts=3, capacity=2),
+}
+PREFILLS = (attention, attention_varlen)
+
+BAD = (
+    (PREFILLS, dict(return_lse="no"), TypeError, "return_lse is 'no'; want True or False"),
+    (PREFILLS + (grouped_matmul,), dict(config=[1]), TypeError, "config is a list; want a dict of launch parameters, or None"),
+    (PREFILLS + (grouped_matmul, permute_rows), dict(out=[1]), TypeError, r"out is a list; want a torch.Tensor \(.*\), or None"),
+    (PREFILLS, dict(out=torch.ones(1, 3)), ValueError, r"out has shape \(1, 3\); want \("),
+    (attention_varlen, dict(out=torch.ones(1, 4, 16).half().expand(22, 4, 16)), ValueError, r"out has shape \(22, 4, 16\) and strides \(0, 16, 1\)"),
+    (attention_varlen, dict(out_index=[1]), TypeError, "out_index is a list"),
+    (attention_varlen, dict(out_index=int32(1, 2)[:, None]), ValueError, r"out_index has shape \(2, 1\); want \(22, top_k\)"),
+    (attention_varlen, dict(out_index=torch.zeros(22, 0, dtype=torch.int32)), ValueError, "out_index has shape .*; want at least one column"),
+    (attention_varlen, dict(out_index=torch.zeros(22, 2)), ValueError, "out_index has dtype torch.float32; want int32 or int64"),
+    (attention_varlen, dict(cu_seqlens_k=int32(0, 0, 5, 5, 22, 22)[::2]), ValueError, r"cu_seqlens_k has strides \(2,\); want a contiguous tensor"),
+    (grouped_matmul, dict(x=[1]), TypeError, r"x is a list; want a torch.Tensor \(T, K\)"),
+    (grouped_matmul, dict(x=torch.ones(4, 8).int()), ValueError, "x has dtype torch.int32; want float16 or bfloat16 or float32"),
+    (grouped_matmul, dict(weight=[1]), TypeError, "weight is a list; want a torch.Tensor"),
+    (grouped_matmul, dict(weight=torch.ones(3, 7, 5)), ValueError, r"weight has shape \(3, 7, 5\); want \(num_experts, 8, N\)"),
+    (grouped_matmul, dict(weight=torch.ones(3, 8, 5).half()), ValueError, "weight has dtype torch.float16; want torch.float32, the dtype of x"),
+    (grouped_matmul, dict(offsets=[0, 1, 1, 4]), TypeError, r"offsets is a list; want a torch.Tensor \(4,\)"),
+    (grouped_matmul, dict(offsets=int32(0, 1, 1)), ValueError, r"offsets has shape \(3,\); want \(4,\)"),
+    (grouped_matmul, dict(offsets=int32(0, 1, 1, 4).to("meta")), ValueError, "offsets is on meta; want .*, the device of x"),
+    (grouped_matmul, dict(order=[0, 1, 2, 3]), TypeError, "order is a list; want a torch.Tensor"),
+    (grouped_matmul, dict(order=int32(0, 1, 2, 3).long()), ValueError, "order has dtype torch.int64; want int32"),
+    (grouped_matmul, dict(order=torch.arange(8, dtype=torch.int32)), ValueError, "order has 8 rows; want 4, .*top_k=1; was top_k=2 meant?"),
+    (grouped_matmul, dict(order=int32(0, 1, 2)), ValueError, "order has 3 rows; want 4, the 4 tokens of x times top_k=1$"),
+    (grouped_matmul, dict(top_k=0), ValueError, "top_k is 0; want an integer of at least 1"),
+    (grouped_matmul, dict(top_k=2.0), TypeError, "top_k is 2.0; want an integer of at least 1"),
+    (grouped_matmul, dict(out=torch.ones(4, 8)), ValueError, r"out has shape \(4, 8\); want \(4, 5\)"),
+    (grouped_matmul, dict(out=torch.ones(1, 5).expand(4, 5)), ValueError, "out has shape .*; want memory of its own"),
+    (grouped_matmul, dict(tiles=[1]), TypeError, r"tiles is a list; want a torch.Tensor \(slots, 2\)"),
+    (grouped_matmul, dict(tiles=int32(0, 0)), ValueError, r"tiles has shape \(2,\); want \(slots, 2\)"),
+    (tile_map, dict(offsets=[0, 1]), TypeError, r"offsets is a list; want a torch.Tensor \(num_experts \+ 1,\)"),
+    (tile_map, dict(offsets=int32()), ValueError, r"offsets has shape \(0,\); want \(num_experts \+ 1,\)"),
+    (tile_map, dict(offsets=int32(0, 4).long()), ValueError, "offsets has dtype torch.int64; want int32"),
+    (tile_map, dict(offsets=int32(0, 4)[None]), ValueError, r"offsets has shape \(1, 2\); want \(num_experts \+ 1,\)"),
+    (tile_map, dict(block_rows=0), ValueError, "block_rows is 0; want an integer of at least 1"),
+    (tile_map, dict(block_rows=2.0), TypeError, "block_rows is 2.0; want an integer of at least 1"),
+    (tile_map, dict(total_rows=-1), ValueError, "total_rows is -1; want an integer of at least 0"),
+    (tile_map, dict(total_rows=4.5), TypeError, "total_rows is 4.5; want an integer of at least 0"),
+    (permute_rows, dict(x=[1]), TypeError, r"x is a list; want a torch.Tensor \(4, width\)"),
+    (permute_rows, dict(x=torch.ones(3, 6)), ValueError, r"x has shape \(3, 6\); want \(4, width\)"),
+    (permute_rows, dict(x=torch.ones(6, 4).T), ValueError, r"x has strides \(1, 4\); want rows contiguous"),
+    (permute_rows, dict(groups=[1]), TypeError, "groups is a list; want TokenGroups"),
+    (permute_rows, dict(out=torch.ones(7, 6)), ValueError, r"out has shape \(7, 6\); want \(8, 6\)"),
+    (permute_rows, dict(out=torch.ones(8, 6).half()), ValueError, "out has dtype torch.float16; want torch.float32, the dtype of x"),
+    (permute_rows, dict(out=torch.empty(8, 6, device="meta")), ValueError, "out is on meta; want .*, the device of x"),
+    (permute_rows, dict(out=torch.ones(6, 8).T), ValueError, r"out has strides \(1, 8\); want rows contiguous"),
+    (permute_rows, dict(out=torch.ones(1, 6).expand(8, 6)), ValueError, "out has shape .*; want memory of its own"),
+    (group_tokens, dict(expert_ids=[1, 2]), TypeError, r"expert_ids is a list; want a torch.Tensor \(T, top_k\)"),
+    (group_tokens, dict(expert_ids=torch.zeros(3)), ValueError, "expert_ids has dtype torch.float32; want int32 or int64"),
+    (group_tokens, dict(expert_ids=int32(0)[None, None]), ValueError, r"expert_ids has shape \(1, 1, 1\); want \(T, top_k\)"),
+    (group_tokens, dict(num_experts=0), ValueError, "num_experts is 0; want an integer of at least 1"),
+    *(((group_tokens, capacity_offsets), dict(num_experts=bad), TypeError, "num_experts is .*; want an integer of at least 1")
+      for bad in ("3", 3.0, True)),
+)  # fmt: skip
+READ = (  # values, which on a GPU stay on the device
+    ((grouped_matmul,), dict(offsets=int32(1, 1, 1, 4)), ValueError, r"offsets is \[1, 1, 1, 4\]; want 0, then never falling, up to 4 rows at the most"),
+    ((grouped_matmul,), dict(offsets=int32(0, 2, 1, 4)), ValueError, r"offsets is \[0, 2, 1, 4\]; want 0, then never falling"),
+    ((grouped_matmul,), dict(offsets=int32(0, 1, 1, 5)), ValueError, r"offsets is \[0, 1, 1, 5\]; want 0, .*up to 4 rows"),
+    ((tile_map,), dict(offsets=int32(0, 5)), ValueError, r"offsets is \[0, 5\]; want 0, .*up to 4 rows"),
+    ((grouped_matmul,), dict(order=int32(0, 1, 4, 3)), ValueError, "order holds 4 before row 4, the end of offsets; want 0 .. 3"),
+    ((grouped_matmul,), dict(order=int32(0, 1, -1, 3)), ValueError, "order holds -1 before row 4"),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "arguments, error, message",
-    (
-        (([0, 1], 2, 1), TypeError, r"offsets is a list; want a torch.Tensor \(num_experts \+ 1,\) int32"),
-        ((int32(0, 4).long(), 2, 4), ValueError, r"offsets is \(2,\) torch.int64; want \(num_experts \+ 1,\) int32"),
-        ((int32(0, 4)[None], 2, 4), ValueError, r"offsets is \(1, 2\) torch.int32; want"),
-        ((int32(0, 4), 0, 4), ValueError, "block_rows is 0; want an integer of at least 1"),
-        ((int32(0, 4), 2.0, 4), TypeError, "block_rows is 2.0; want an integer of at least 1"),
-        ((int32(0, 4), 2, -1), ValueError, "total_rows is -1; want an integer of at least 0"),
-        ((int32(0, 4), 2, 4.5), TypeError, "total_rows is 4.5; want an integer of at least 0"),
-    ),
-)
-def test_tile_map_rejects(arguments, error, message):
-    offsets, *rest = arguments
-    with pytest.raises(error, match="step07_dflash1: " + message):
-        tile_map(offsets.to(DEVICE) if isinstance(offsets, torch.Tensor) else offsets, *rest)
+def bad_calls():
+    for calls, changes, error, words in (*BAD, *(() if ON_GPU else READ)):
+        for call in calls if isinstance(calls, tuple) else (calls,):
+            yield pytest.param(call, changes, error, words, id=f"{call.__name__}-{words[:30]}")
 
 
-@pytest.mark.parametrize(
-    "changes, error, message",
-    (
-        (dict(x=[1]), TypeError, r"x is a list; want a torch.Tensor \(T, width\)"),
-        (dict(groups=[1]), TypeError, "groups is a list; want TokenGroups"),
-        (dict(out=[1]), TypeError, r"out is a list; want a torch.Tensor \(8, 6\)"),
-        (dict(out=torch.ones(7, 6)), ValueError, r"out is \(7, 6\) torch.float32 .*; want \(8, 6\) torch.float32"),
-        (dict(out=torch.ones(8, 6).half()), ValueError, r"out is \(8, 6\) torch.float16 .*; want \(8, 6\) torch.float32"),
-        (dict(out=torch.empty(8, 6, device="meta")), ValueError, r"out is \(8, 6\) torch.float32 on meta; want .* on "),
-        (dict(out=torch.ones(6, 8).T), ValueError, r"out has strides \(1, 8\); want rows contiguous"),
-        (dict(out=torch.ones(1, 6, device=DEVICE).expand(8, 6)), ValueError, "out has shape .*; want memory of its own"),
-    ),
-)
-def test_permute_rows_rejects(changes, error, message):
-    changes = {n: x.to(DEVICE) if isinstance(x, torch.Tensor) and x.device.type != "meta" else x for n, x in changes.items()}
-    groups = group_tokens(torch.arange(8, device=DEVICE).view(4, 2) % 3, 3)
-    with pytest.raises(error, match="step07_dflash1: " + message):
-        permute_rows(**{**dict(x=torch.ones(4, 6, device=DEVICE), groups=groups), **changes})
-
-
-@pytest.mark.parametrize("num_experts", ("3", 3.0, True))
-def test_number_of_experts_is_an_integer(num_experts):
-    with pytest.raises(TypeError, match="step07_dflash1: num_experts is .*; want an integer of at least 1"):
-        group_tokens(torch.zeros(3, dtype=torch.int32, device=DEVICE), num_experts)
-    with pytest.raises(TypeError, match="step07_dflash1: num_experts is .*; want an integer of at least 1"):
-        capacity_offsets(num_experts, 2)
+@pytest.mark.parametrize("call, changes, error, words", bad_calls())
+def test_bad_argument(call, changes, error, words):
+    arguments = {**GOOD[call](), **changes}
+    with pytest.raises(error, match="step07_dflash1: " + words):
+        call(**{n: x.to(DEVICE) if isinstance(x, torch.Tensor) and not x.is_meta else x for n, x in arguments.items()})
 
 
 def test_integers_of_numpy():
@@ -800,26 +542,9 @@ def test_integers_of_numpy():
     assert torch.equal(tile_map(groups.offsets, np.int32(2), np.int64(8)), tile_map(groups.offsets, 2, 8))
     assert capacity_offsets(np.int64(3), np.int64(2)).tolist() == [0, 2, 4, 6]
     assert (grouped_matmul(x, weight, groups.offsets, order=groups.order, top_k=np.int64(2)) == 8).all()
-    inputs = inputs_of(PROBLEMS["splits"])
-    assert torch.equal(paged_decode(*inputs, num_kv_splits=np.int64(3)), paged_decode(*inputs, num_kv_splits=3))
-
-
-def test_forward_only():
-    q, k, v = DENSE["causal"].make(DEVICE)
-    with pytest.raises(NotImplementedError, match="step07_dflash1: q requires gradients; forward only"):
-        attention(q.requires_grad_(), k, v)
-    with torch.no_grad():
-        attention(q, k, v, config=SMALL_TILES)
 
 
 # On a GPU
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("page_size", (1, 16, 64, 256))
-def test_bfloat16_at_size(page_size):
-    p = DecodeProblem(B=5, lengths=(1, 4097, 63, 20000, 0), page_size=page_size, max_context=32768)
-    check_decode(paged_decode, p.make(DEVICE))
 
 
 @pytest.mark.gpu
@@ -839,42 +564,3 @@ def test_prefill_at_size():
         q, k, v = p.make(DEVICE)
         parity = Oracle(q, k, v, causal=True).check(*attention(q, k, v, causal=True, return_lse=True))
         assert parity, f"d{D}: {parity.reason}"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("splits", (None, 8, 40))
-def test_same_bits_on_every_run(splits):
-    """Splits finish in another order every time; the merge adds them in theirs."""
-    for p in (DecodeProblem(B=3, lengths=(9000, 1, 4097), max_context=16384), DecodeProblem(B=64, context=4096)):
-        inputs, workspace = p.make(DEVICE), DecodeWorkspace(DEVICE)
-        first = paged_decode(*inputs, workspace=workspace, num_kv_splits=splits)
-        assert DecodeOracle(inputs).check(first)
-        assert all(torch.equal(paged_decode(*inputs, workspace=workspace, num_kv_splits=splits), first) for _ in range(100))
-        assert not workspace.counters.any()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("latent", (False, True))
-def test_graph_captured_short_replayed_long(latent):
-    shape = dict(Hq=16, Hkv=1, D=576, Dv=512, latent=True, scale=192**-0.5) if latent else {}
-    p = DecodeProblem(B=3, lengths=(32000, 1, 4097), max_context=32768, **shape)
-    inputs, workspace = p.make(DEVICE), DecodeWorkspace(DEVICE)
-    out, lens = torch.empty(*inputs.q.shape[:3], p.Dv, dtype=inputs.q.dtype, device=DEVICE), torch.ones_like(inputs.seq_lens)
-
-    def run():
-        if latent:
-            mla_decode(inputs.q, inputs.k_cache[:, :, 0], inputs.block_table, lens, scale=p.scale, out=out, workspace=workspace)
-        else:
-            paged_decode(*list(inputs)[:4], lens, out=out, workspace=workspace)
-
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    for lengths in (inputs.seq_lens, torch.ones_like(lens), inputs.seq_lens):
-        lens.copy_(lengths)
-        poison(out)
-        graph.replay()
-        parity = DecodeOracle(PagedInputs(*list(inputs)[:4], lengths), scale=p.scale).check(out)
-        assert parity, parity.reason

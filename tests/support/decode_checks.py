@@ -1,4 +1,4 @@
-"""The edge cases of paged decode and how one is checked: shared by the tests of rungs 06 and 07."""
+"""The edge cases of paged decode and how one is checked: shared by the tests of rungs 06, 07 and 08."""
 
 import torch
 
@@ -8,8 +8,9 @@ interpret.enable_without_gpu()  # before any test module imports triton
 
 from ladder.lab.decode_problem import DecodeOracle, DecodeProblem, PagedInputs  # noqa: E402
 from ladder.lab.parity import nan_allocations  # noqa: E402
+from support import checks  # noqa: E402
+from support.checks import DEVICE  # noqa: E402
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = dict(Hq=4, Hkv=2, D=32, Dv=32, page_size=16, dtype="float16")
 
 
@@ -58,6 +59,13 @@ def inputs_of(problem, layout=None):
     return layout(inputs) if layout else inputs
 
 
+def latent_inputs(**changes):
+    """A problem of MLA and its tensors."""
+    problem = DecodeProblem(**{**dict(B=2, Hq=5, Hkv=1, D=48, Dv=32, latent=True, page_size=16, dtype="float16", lengths=(0, 40),
+                                      max_context=64, scale=0.2), **changes})  # fmt: skip
+    return problem, problem.make(DEVICE)
+
+
 # Ways the same numbers can lie in memory.
 
 
@@ -90,14 +98,8 @@ def wide_table(inputs):
 
 def odd_offset(inputs):
     """Storage that starts one element after an aligned address, NaN before and after."""
-
-    def shift(x):
-        buffer = x.new_full((x.numel() + 2,), float("nan"))
-        buffer[1:-1] = x.flatten()
-        return buffer[1:-1].view(x.shape)
-
     q, k, v, table, lens = inputs
-    return PagedInputs(shift(q), shift(k), shift(v), table, lens)
+    return PagedInputs(*checks.odd_offset(q, k, v), table, lens)
 
 
 def expanded(inputs):

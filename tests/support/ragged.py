@@ -2,6 +2,7 @@
 
 import torch
 
+from ladder.lab.parity import Oracle, inside_nan, nan_allocations
 from support.checks import DEVICE
 
 LENGTHS = {
@@ -11,6 +12,8 @@ LENGTHS = {
     "empty batch": ([], []),
     "only empty sequences": ([0, 0], [0, 0]),
     "decode": ([1, 1, 1], [7, 300, 1]),
+    "many short": ([1, 2, 3] * 9, [3, 2, 1] * 9),
+    "tile edges": ([5, 17, 16, 33, 1], [9, 17, 40, 33, 1]),
 }
 
 
@@ -24,3 +27,20 @@ def packed(lengths_q, lengths_k, Hq=6, Hkv=2, D=16, Dv=8):
 
 def starts(lengths, dtype=torch.int32):
     return torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0)], dtype=dtype, device=DEVICE)
+
+
+def check_ragged(attention_varlen, name, causal, index_dtype=torch.int32):
+    """Assert that every sequence of a batch comes out as it does alone, log-sum-exp included; NaN lies around the tensors."""
+    lengths_q, lengths_k = LENGTHS[name]
+    q, k, v = (inside_nan(x) for x in packed(lengths_q, lengths_k))
+    bounds = [starts(lengths, index_dtype) for lengths in (lengths_q, lengths_k)]
+    with nan_allocations():
+        out, lse = attention_varlen(q, k, v, *bounds, causal=causal, return_lse=True)
+    assert out.shape == (sum(lengths_q), 6, 8) and out.dtype == q.dtype
+    assert lse.shape == (6, sum(lengths_q)) and lse.dtype == torch.float32
+    i = j = 0
+    for Sq, Sk in zip(lengths_q, lengths_k):
+        one = [x.transpose(0, 1)[None] for x in (q[i : i + Sq], k[j : j + Sk], v[j : j + Sk])]
+        parity = Oracle(*one, causal=causal).check(out[i : i + Sq].transpose(0, 1)[None], lse[None, :, i : i + Sq])
+        assert parity, f"sequence of {Sq} x {Sk}: {parity.reason}"
+        i, j = i + Sq, j + Sk
