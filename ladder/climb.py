@@ -1,5 +1,6 @@
 """Climbing the ladder: every rung on one problem, checked against the oracle and the rung before, timed, tabulated."""
 
+import functools
 import sys
 import warnings
 from dataclasses import dataclass
@@ -94,50 +95,38 @@ def climb(problem, rungs, device, *, with_peers=True, budget_ms=300.0, on_step=N
     copies = INPUT_COPIES if device.type == "cuda" and problem.min_bytes < 4e9 else 1
     inputs = [problem.make(device, copy) for copy in range(copies)]
     oracle = Oracle(*inputs[0], causal=problem.causal, scale=problem.scale)
+    setting = problem, inputs, oracle, device, budget_ms
     steps, previous = [], None
-
-    def record(step):
-        steps.append(step)
-        if on_step:
-            on_step(step)
-
     for rung in rungs:
-        skipped = rung.why_not(problem)
-        step, out = Step(rung.name, rung.title, _skipped_row(problem, rung.name, skipped), True, skipped=skipped or ""), None
-        if not skipped:
-            options = dict(causal=problem.causal, scale=problem.scale)
-            attention, lse = rung.attention, "lse" in rung.features
-
-            def run(q, k, v, attention=attention, options=options):
-                return attention(q, k, v, **options)
-
-            def run_with_lse(q, k, v, attention=attention, options=options):
-                return attention(q, k, v, return_lse=True, **options)
-
-            step, out = _measure(
-                problem, rung.name, rung.title, run, inputs, oracle, previous, device, budget_ms,
-                with_lse=run_with_lse if lse else None,
-                is_rung=True, interpreted=rung.needs_triton and device.type == "cpu",
-                bytes_moved=rung.bytes_moved(problem),
-            )  # fmt: skip
+        skipped, out = rung.why_not(problem), None
+        if skipped:
+            steps.append(_skipped(problem, rung, skipped, True))
+        else:
+            step, out = _measure_rung(rung, previous, *setting)
+            steps.append(step)
         previous = out if out is not None else previous
-        record(step)
+        if on_step:
+            on_step(steps[-1])
     del previous, out
-    if with_peers:
-        for peer in peers.peers_for(problem, device):
-            step, _ = _measure(
-                problem, peer.name, peer.title, peer.build(problem), inputs, oracle, None, device, budget_ms, is_rung=False
-            )
-            record(step)
+    for peer in peers.peers_for(problem, device) if with_peers else ():
+        steps.append(_measure(peer, peer.build(problem), None, *setting, is_rung=False)[0])
+        if on_step:
+            on_step(steps[-1])
     return steps
 
 
-def _measure(
-    problem, name, title, run, inputs, oracle, previous, device, budget_ms,
-    *, is_rung, interpreted=False, with_lse=None, bytes_moved=None,
-):  # fmt: skip
-    """Check, time, check again. Returns (Step, output)."""
-    extra = {"bytes_moved": int(bytes_moved)} if bytes_moved is not None else {}
+def _measure_rung(rung, previous, problem, *setting):
+    run = functools.partial(rung.attention, causal=problem.causal, scale=problem.scale)
+    return _measure(
+        rung, run, previous, problem, *setting, is_rung=True,
+        with_lse=functools.partial(run, return_lse=True) if "lse" in rung.features else None,
+        bytes_moved=int(rung.bytes_moved(problem)),
+    )  # fmt: skip
+
+
+def _measure(impl, run, previous, problem, inputs, oracle, device, budget_ms, *, is_rung, with_lse=None, **extra):
+    """Check, time, check again. ``previous`` is the output of the rung before. Returns (Step, output)."""
+    interpreted = is_rung and impl.needs_triton and device.type == "cpu"
     try:
         peak = peak_bytes(run, *inputs[0])
         with nan_allocations():  # an element that nobody writes stays NaN, and NaN is never within the budget
@@ -146,35 +135,31 @@ def _measure(
         if parity.ok and previous is not None:
             agreement = oracle.agree(out, previous)
             parity = parity if agreement.ok else agreement
-        if interpreted:
-            time = timing.measure(run, inputs, device=device, budget_ms=0.0, min_runs=1, max_runs=1)
-        else:
-            time = timing.measure(run, inputs, device=device, budget_ms=budget_ms)
+        once = dict(budget_ms=0.0, min_runs=1, max_runs=1)  # the time means nothing
+        time = timing.measure(run, inputs, device=device, **(once if interpreted else dict(budget_ms=budget_ms)))
         again = oracle.check(run(*inputs[0]))
         if parity.ok and not again.ok:
             parity = Parity(False, again.max_error, again.budget, f"after timing: {again.reason}")
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
-        reason = "out of memory"
-        return Step(name, title, _skipped_row(problem, name, reason), is_rung, skipped=reason), None
+        return _skipped(problem, impl, "out of memory", is_rung), None
     except Exception as error:
         if is_rung:  # our own failures are failures; a peer's are its reason for having no number
             parity = Parity(False, float("inf"), oracle.budget, f"{type(error).__name__}: {error}")
-            row = results.row(problem.case(), name, parity=parity)
-            return Step(name, title, row, True, interpreted), None
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-        return Step(name, title, _skipped_row(problem, name, reason), False, skipped=reason), None
+            return Step(impl.name, impl.title, results.row(problem.case(), impl.name, parity=parity), True, interpreted), None
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        return _skipped(problem, impl, f"{type(error).__name__}: {first_line}", False), None
     if interpreted:
         extra["interpreted"] = True
     row = results.row(
-        problem.case(), name, timing=time, flops=problem.flops, num_bytes=problem.min_bytes,
+        problem.case(), impl.name, timing=time, flops=problem.flops, num_bytes=problem.min_bytes,
         peak_bytes=peak, parity=parity, **extra,
     )  # fmt: skip
-    return Step(name, title, row, is_rung, interpreted), out
+    return Step(impl.name, impl.title, row, is_rung, interpreted), out
 
 
-def _skipped_row(problem, name, reason):
-    return results.row(problem.case(), name, skipped=reason) if reason else {}
+def _skipped(problem, impl, reason, is_rung):
+    return Step(impl.name, impl.title, results.row(problem.case(), impl.name, skipped=reason), is_rung, skipped=reason)
 
 
 def table(problem, steps, limits):
@@ -217,9 +202,7 @@ def table(problem, steps, limits):
 
 
 def _ms(value):
-    if value >= 1000:
-        return f"{value / 1000:.2f} s"
-    return f"{value:.3g} ms" if value >= 1 else f"{value * 1000:.3g} us"
+    return f"{value / 1000:.2f} s" if value >= 1000 else f"{value:.3g} ms" if value >= 1 else f"{value * 1000:.3g} us"
 
 
 def _size(count):
