@@ -116,7 +116,7 @@ def main(argv=None):
 
 
 def measure(args, device, machine, problems):
-    """({problem: its steps}, limits of this machine), each problem shown when it is done; an interrupt ends it early."""
+    """({problem: its steps}, limits of this machine); each problem is shown when done. An interrupt ends it early."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from . import climb
@@ -167,7 +167,7 @@ def write(args, device, machine, limits, steps, left):
             known = [row["case"] for row in kept]
             missing = [problem.label() for problem in left if problem.case() not in known]
             missing = results.still_not_run(args.json, missing, [problem.label() for problem in steps])
-        except ValueError as error:  # the file has changed since it was looked at: what was measured is not lost with it
+        except ValueError as error:  # the file has changed since it was looked at; what was measured is kept
             args.json = str(Path(args.json).with_suffix(".new.json"))
             print(f"{error}; this run alone goes to {args.json}", file=sys.stderr)
     extra = results.kept_note(args.json) if kept else {}

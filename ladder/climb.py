@@ -146,7 +146,8 @@ def _measure(impl, run, previous, problem, inputs, oracle, device, budget_ms, *,
     except Exception as error:
         if is_rung:  # our own failures are failures; a peer's are its reason for having no number
             parity = Parity(False, float("inf"), oracle.budget, f"{type(error).__name__}: {error}")
-            return Step(impl.name, impl.title, results.row(problem.case(), impl.name, parity=parity), True, interpreted), None
+            row = results.row(problem.case(), impl.name, parity=parity)
+            return Step(impl.name, impl.title, row, True, interpreted), None
         first_line = (str(error).strip().splitlines() or [""])[0]
         return _skipped(problem, impl, f"{type(error).__name__}: {first_line}", False), None
     if interpreted:

@@ -23,7 +23,7 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 def outside_autocast(function):
-    """Decorate a function so that it computes in the dtypes of its arguments, whatever ``torch.autocast`` says around it.
+    """Decorate a function so that it computes in the dtypes of its arguments, whatever ``torch.autocast`` says.
 
     Under autocast ``@`` and ``linear`` round float32 arguments to 16 bits, so that a float32 result would be wrong by
     percents. The device is that of the first tensor among the arguments.
@@ -45,15 +45,15 @@ def outside_autocast(function):
 def kernel_entry(function):
     """Decorate an entry that hands tensors to a kernel, which reads plain memory and can be followed by no derivative.
 
-    The entry runs outside autocast. It raises, naming its rung (itself outside one) and the argument: ValueError for a nested
-    or sparse tensor; NotImplementedError for a tensor whose gradients are recorded, for one with a forward-mode tangent, which
-    would be lost, and for any inside ``torch.func`` transforms (vmap, jvp, grad).
+    The entry runs outside autocast. It raises, naming its rung (itself outside one) and the argument: ValueError for a
+    nested or sparse tensor; NotImplementedError for a tensor whose gradients are recorded, for one with a forward-mode
+    tangent, which would be lost, and for any inside ``torch.func`` transforms (vmap, jvp, grad).
     """
     return _guarded(function, True)
 
 
 def graph_entry(function):
-    """``kernel_entry`` for a function whose arguments may require gradients, because its own code says what becomes of them."""
+    """``kernel_entry`` for a function whose arguments may require gradients: its own code says what becomes of them."""
     return _guarded(function, False)
 
 
@@ -80,18 +80,22 @@ def _refuse(argument, x, recording):
     """Raise what ``kernel_entry`` promises if no kernel can read ``x``."""
     check_strided(argument, x)
     if recording and x.requires_grad:
-        raise NotImplementedError(f"{argument} requires gradients; forward only: use torch.no_grad(), or step04_gqa, which is differentiable")
+        raise NotImplementedError(
+            f"{argument} requires gradients; forward only: use torch.no_grad(), or step04_gqa, which is differentiable"
+        )
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
-        raise NotImplementedError(f"{argument} is inside a torch.func transform; want a plain tensor: kernels cannot be transformed")
+        raise NotImplementedError(
+            f"{argument} is inside a torch.func transform; want a plain tensor: kernels cannot be transformed"
+        )
     if forward_ad.unpack_dual(x).tangent is not None:
         raise NotImplementedError(f"{argument} has a forward-mode tangent; forward only: step04_gqa is differentiable")
 
 
 def check_strided(argument: str, x: torch.Tensor) -> None:
-    """ValueError unless ``x`` has a shape and strides: nested and sparse tensors do not. ``argument`` begins the message."""
+    """ValueError, a message that begins with ``argument``, unless ``x`` has a shape and strides as dense tensors do."""
     if x.is_nested or x.layout is not torch.strided:
         kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
-        raise ValueError(f"{argument} is a {kind} tensor; want a dense one (pack sequences of different lengths, with cu_seqlens)")
+        raise ValueError(f"{argument} is a {kind} tensor; want a dense one (pack sequences, with cu_seqlens)")
 
 
 def expect(
@@ -103,7 +107,7 @@ def expect(
     Args:
         rung, name: of the caller and the argument, for the messages.
         x: what came.
-        shape: a size for each dimension; a string names a dimension of any size.
+        shape: a size for each dimension; a string names a dimension of any size. None for any shape.
         dtypes: a tuple of the dtypes that fit, or one dtype alone: that of ``owner``; None for any.
         device: that of ``owner``; None for any.
         owner: the argument whose dtype and device are wanted.
@@ -116,9 +120,12 @@ def expect(
     if x is None and optional:
         return
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{rung}: {name} is a {type(x).__name__}; want a torch.Tensor {_layout(shape)}{', or None' if optional else ''}")
+        or_none = ", or None" if optional else ""
+        raise TypeError(f"{rung}: {name} is a {type(x).__name__}; want a torch.Tensor {_layout(shape)}{or_none}")
     check_strided(f"{rung}: {name}", x)
-    if x.ndim != len(shape) or any(not isinstance(n, str) and n != m for n, m in zip(shape, x.shape)):
+    if shape is not None and (
+        x.ndim != len(shape) or any(not isinstance(n, str) and n != m for n, m in zip(shape, x.shape))
+    ):
         raise ValueError(f"{rung}: {name} has shape {tuple(x.shape)}; want {_layout(shape)}")
     if isinstance(dtypes, torch.dtype):
         if x.dtype != dtypes:
@@ -133,7 +140,8 @@ def expect(
 
 
 def _layout(shape):
-    return "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"
+    """A shape as messages show it: tuples of numbers and names, without quotes."""
+    return "of any shape" if shape is None else f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
 
 
 def check_attention(
@@ -165,16 +173,16 @@ def check_attention(
         expect(rung, "q", q, ("B", "Hq", "Sq", "D"))
         expect(rung, "k", k, (q.shape[0], "Hkv", "Sk", q.shape[3]), q.dtype, q.device)
         expect(rung, "v", v, (*k.shape[:3], "Dv"), q.dtype, q.device)
-    _check_heads(rung, q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], any_heads)
+    _check_heads(rung, "k and v", q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], any_heads)
     check_flag(rung, "causal", causal)
     return check_scale(rung, scale, q.shape[-1])
 
 
-def _check_heads(rung, num_heads, num_kv_heads, head_dim, head_dim_v, any_heads):
+def _check_heads(rung, keys, num_heads, num_kv_heads, head_dim, head_dim_v, any_heads):
     if not head_dim or not head_dim_v:
         raise ValueError(f"{rung}: {'v' if head_dim else 'q'} has head size 0; want at least 1")
     if num_heads != num_kv_heads and (num_kv_heads == 0 or num_heads % num_kv_heads):
-        raise ValueError(f"{rung}: q has {num_heads} heads; want a multiple of the {num_kv_heads} heads of the keys")
+        raise ValueError(f"{rung}: q has {num_heads} heads; want a multiple of the {num_kv_heads} heads of {keys}")
     lacking = None if any_heads else find(rung).lacks(num_heads, num_kv_heads, head_dim, head_dim_v)
     if lacking:
         raise NotImplementedError(f"{rung}: {lacking}")
@@ -198,10 +206,10 @@ def check_paged(rung, q, k_cache, v_cache, block_table, seq_lens, *, scale, pack
     expect(rung, "q", q, ("total_q", "Hq", "D") if packed else ("B", "q_len", "Hq", "D"))
     expect(rung, "k_cache", k_cache, ("num_pages", "page_size", "Hkv", q.shape[-1]), q.dtype, q.device)
     expect(rung, "v_cache", v_cache, (*k_cache.shape[:3], "Dv"), q.dtype, q.device)
-    num_pages, page_size, num_kv_heads, head_dim = k_cache.shape
+    num_pages, page_size, num_kv_heads, head_dim = shape = tuple(k_cache.shape)
     if not page_size or not num_kv_heads:
-        raise ValueError(f"{rung}: k_cache has shape {tuple(k_cache.shape)}; want pages of at least one token, and at least one head")
-    _check_heads(rung, q.shape[-2], num_kv_heads, head_dim, v_cache.shape[3], any_heads)
+        raise ValueError(f"{rung}: k_cache has shape {shape}; want pages of at least one token and one head")
+    _check_heads(rung, "the cache", q.shape[-2], num_kv_heads, head_dim, v_cache.shape[3], any_heads)
     expect(rung, "seq_lens", seq_lens, ("B" if packed else q.shape[0],), INT32, q.device, contiguous=True)
     expect(rung, "block_table", block_table, (seq_lens.shape[0], "max_pages"), INT32, q.device)
     if seq_lens.device.type == "cpu" and seq_lens.numel():
@@ -255,7 +263,7 @@ def check_cu_seqlens(rung: str, name: str, cu_seqlens: torch.Tensor, total: int)
 
 
 def check_bounds(rung: str, name: str, bounds: list[int], total: int, wanted: str) -> list[int]:
-    """``bounds`` when they start at 0, never fall and end at ``total``; else ValueError, whose message ends in ``wanted``."""
+    """``bounds`` that start at 0, never fall and end at ``total``; for others ValueError, which ends in ``wanted``."""
     if bounds[0] != 0 or bounds[-1] != total or any(a > b for a, b in itertools.pairwise(bounds)):
         shown = bounds if len(bounds) <= 8 else [*bounds[:4], "...", *bounds[-3:]]
         raise ValueError(f"{rung}: {name} is {shown}; want 0, then never falling, {wanted}")
@@ -263,11 +271,12 @@ def check_bounds(rung: str, name: str, bounds: list[int], total: int, wanted: st
 
 
 def check_starts(
-    rung: str, name: str, cu_seqlens: torch.Tensor, packed: torch.Tensor, num_seqs: int | None = None, owner: str = "cu_seqlens_q"
-) -> int:
-    """``check_cu_seqlens`` for a kernel over the ``packed`` tokens: values are read on a CPU only. Returns the number of sequences.
+    rung: str, name: str, cu_seqlens: torch.Tensor, packed: torch.Tensor, num_seqs: int | None = None,
+    owner: str = "cu_seqlens_q",
+) -> int:  # fmt: skip
+    """``check_cu_seqlens`` for a kernel over the ``packed`` tokens, which reads values on a CPU only.
 
-    num_seqs: how many there must be, those of the argument ``owner``.
+    Returns the number of sequences; ``num_seqs`` is how many there must be, those of the argument ``owner``.
     """
     expect(rung, name, cu_seqlens, ("num_seqs + 1",), INTEGERS, packed.device, contiguous=True)
     found, total = cu_seqlens.numel() - 1, packed.shape[0]
@@ -334,8 +343,12 @@ def check_no_overlap(rung: str, name: str, x: torch.Tensor) -> None:
     if x.is_contiguous() or x.numel() == 0:
         return
     dims = [(size, stride) for size, stride in zip(x.shape, x.stride()) if size > 1]
-    for i, (size_a, a) in enumerate(dims):
-        # Index b/g along one dimension and a/g along the other are the same number of elements apart.
-        if a == 0 or any(b == 0 or b // math.gcd(a, b) < size_a and a // math.gcd(a, b) < size_b for size_b, b in dims[i + 1 :]):
-            raise ValueError(f"{rung}: {name} has shape {tuple(x.shape)} and strides {x.stride()}, elements on top of each other; "
-                             "want memory of its own for every element")  # fmt: skip
+    # With g the greatest common divisor of two strides a and b, index b/g along one and a/g along the other coincide.
+    if any(stride == 0 for _, stride in dims) or any(
+        b // math.gcd(a, b) < size_a and a // math.gcd(a, b) < size_b
+        for (size_a, a), (size_b, b) in itertools.combinations(dims, 2)
+    ):
+        raise ValueError(
+            f"{rung}: {name} has shape {tuple(x.shape)} and strides {x.stride()}, elements on top of each other; "
+            "want memory of its own for every element"
+        )

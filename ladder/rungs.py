@@ -43,7 +43,7 @@ class Rung:
         return self.lacks(problem.Hq, problem.Hkv, problem.D, problem.Dv)
 
     def lacks(self, num_heads, num_kv_heads, head_dim, head_dim_v):
-        """What heads of this number and these sizes need and this rung does not have, in words; None if it computes them."""
+        """In words, what these heads need and this rung does not have; None if it computes them."""
         if num_heads != num_kv_heads and "grouped_heads" not in self.features:
             return f"grouped heads ({num_heads} query heads on {num_kv_heads} KV heads) arrive with step04_gqa"
         if head_dim != head_dim_v and "unequal_head_dims" not in self.features:
@@ -54,7 +54,7 @@ class Rung:
         return None
 
 
-MAX_HEAD_DIM = 256  # columns that the kernels' tiles of one head have room for; a latent cache (MLA) has tiles of its own
+MAX_HEAD_DIM = 256  # columns that the kernels' tiles of a head hold; MLA's latent rows have tiles of their own
 _MODEL_SHAPES = frozenset({"lse", "grouped_heads", "unequal_head_dims"})
 
 RUNGS = (
@@ -67,9 +67,11 @@ RUNGS = (
          _MODEL_SHAPES, needs_triton=True, max_head_dim=MAX_HEAD_DIM),
     Rung(6, "step06_paged", "Paged", "KV in pages; decode splits one sequence over the whole chip",
          _MODEL_SHAPES | {"paged"}, needs_triton=True, max_head_dim=MAX_HEAD_DIM),
-    Rung(7, "step07_dflash1", "DFlash v1", "what an MoE server runs: packed groups, MLA, ragged chunks, tokens by expert",
+    Rung(7, "step07_dflash1", "DFlash v1",
+         "what an MoE server runs: packed groups, MLA, ragged chunks, tokens by expert",
          _MODEL_SHAPES | {"ragged", "paged", "mla", "expert_groups"}, needs_triton=True, max_head_dim=MAX_HEAD_DIM),
-    Rung(8, "step08_dflash2", "DFlash v2", "each query range visits its own keys; fused with what surrounds it, for production",
+    Rung(8, "step08_dflash2", "DFlash v2",
+         "each query range visits its own keys; fused with what surrounds it, for production",
          _MODEL_SHAPES | {"ragged", "paged", "mla", "windows", "fusion"}, needs_triton=True, max_head_dim=MAX_HEAD_DIM),
 )  # fmt: skip
 

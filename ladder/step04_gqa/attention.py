@@ -94,7 +94,9 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *, causal=False, scale
     starts_q = check_cu_seqlens(rung, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
     starts_k = check_cu_seqlens(rung, "cu_seqlens_k", cu_seqlens_k, k.shape[0])
     if len(starts_q) != len(starts_k):
-        raise ValueError(f"{rung}: cu_seqlens_k has {len(starts_k) - 1} sequences; want {len(starts_q) - 1}, those of cu_seqlens_q")
+        raise ValueError(
+            f"{rung}: cu_seqlens_k has {len(starts_k) - 1} sequences; want {len(starts_q) - 1}, those of cu_seqlens_q"
+        )
 
     def as_batch(packed):
         return packed.transpose(0, 1)[None]  # (tokens, H, D) -> (1, H, tokens, D), a view

@@ -54,7 +54,7 @@ def attention(q, k, v, *, causal=False, scale=None, return_lse=False):
 
 
 def scale_factors(scale):
-    """(-1, 0 or 1, factor of the kernel's base-2 exponent), the factor 1 for a scale of zero, whose q the kernel takes as zero."""
+    """(sign: -1, 0 or 1; factor of the kernel's base-2 exponent, 1 for a scale of zero, where the kernel zeroes q)."""
     sign = 0 if abs(scale) < 1e-37 else 1 if scale > 0 else -1  # below that, float32 rounds the scale to 0
     return sign, abs(scale) * LOG2_E if sign else 1.0
 
@@ -65,7 +65,7 @@ def launch_config(head_dim, head_dim_v, itemsize, shared_memory_bytes, capabilit
     Args:
         head_dim, head_dim_v: sizes of a query/key and of a value head.
         itemsize: bytes of an element.
-        shared_memory_bytes: what one program may use; 227 KiB on an H100 or H200, 163 on an A100, 99 on an RTX 3090/4090.
+        shared_memory_bytes: of one program: 227 KiB on an H100 or H200, 163 on an A100, 99 on an RTX 3090/4090.
         capability: compute capability; a B200 (10, 0) has the shared memory of an H200 and other tensor cores.
     """
     # The next power of two; at least 32, since Triton 3.6 lets wgmma read past the end of a V tile 16 wide.
@@ -121,7 +121,8 @@ def check_device(rung, q):
     if q.device.type not in ("cuda", "cpu"):
         raise ValueError(f"{rung}: q is on {q.device}; want a CUDA tensor")
     if interpreted and q.dtype == torch.bfloat16:
-        raise ValueError(f"{rung}: q has dtype bfloat16, which Triton's interpreter multiplies wrongly; want float16 or float32")
+        wrong = "q has dtype bfloat16, which Triton's interpreter multiplies wrongly"
+        raise ValueError(f"{rung}: {wrong}; want float16 or float32")
 
 
 def _kernel(rung, q):

@@ -112,7 +112,9 @@ def fused_attention_forward(
     dim_v = tl.arange(0, BLOCK_DV)
     out_ptrs = out_ptr + batch * stride_ob + head64 * stride_oh
     out_ptrs += query.to(tl.int64)[:, None] * stride_om + dim_v.to(tl.int64)[None, :] * stride_od
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(query < seqlen_q)[:, None] & (dim_v < HEAD_DIM_V)[None, :])
+    inside = (query < seqlen_q)[:, None] & (dim_v < HEAD_DIM_V)[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
     if HAS_LSE:
-        lse = (row_max + tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))) * 0.6931471805599453  # base 2 to e; no key: -inf
+        # From base 2 to e. A row that sees no key gets -inf.
+        lse = (row_max + tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))) * 0.6931471805599453
         tl.store(lse_ptr + (batch * num_heads + head) * seqlen_q + query, lse, mask=query < seqlen_q)

@@ -2,17 +2,19 @@
 
 import torch
 
-from ladder.contract import check_flag, check_integer, check_out, check_paged, kernel_entry
+from ladder.contract import check_flag, check_integer, check_out, check_paged, expect, kernel_entry
 from ladder.step05_fused.attention import LOG2_E, attention, bytes_moved, check_device
 
-__all__ = ["attention", "bytes_moved", "choose_num_splits", "decode_bytes_moved", "paged_decode"]  # dense prefill: step 05's
+# Dense prefill is step 05's.
+__all__ = ["attention", "bytes_moved", "choose_num_splits", "decode_bytes_moved", "paged_decode"]
 
 CPU_PROCESSORS = 4  # the interpreter runs programs one after another; a few splits show the idea
 
 
 @kernel_entry
 def paged_decode(
-    q, k_cache, v_cache, block_table, seq_lens, *, scale=None, num_kv_splits=None, return_lse=False, out=None, workspace=None
+    q, k_cache, v_cache, block_table, seq_lens, *,
+    scale=None, num_kv_splits=None, return_lse=False, out=None, workspace=None,
 ):  # fmt: skip
     """Attention of the newest tokens of every sequence over its pages.
 
@@ -39,8 +41,8 @@ def paged_decode(
         max_pages * page_size gives NaN.
 
     Raises:
-        TypeError, ValueError: naming the argument, what came and what is wanted; on a CPU also for such a length, and for
-            an entry of the block table that a length reaches and that is no page.
+        TypeError, ValueError: naming the argument, what came and what is wanted; on a CPU also for such a length, and
+            for an entry of the block table that a length reaches and that is no page.
         NotImplementedError: head sizes above 256.
 
     Source: Dao et al., "Flash-Decoding"; Kwon et al., "PagedAttention".
@@ -58,17 +60,17 @@ def paged_decode(
     row_tiles = -(-q_len // config["BLOCK_M"])
     num_kv_splits = check_integer(rung, "num_kv_splits", num_kv_splits, 1, optional=True)
     if num_kv_splits is None:
-        num_kv_splits = choose_num_splits(batch * num_heads * row_tiles, capacity, config["BLOCK_N"], processors(q.device))
+        tasks = batch * num_heads * row_tiles
+        num_kv_splits = choose_num_splits(tasks, capacity, config["BLOCK_N"], processors(q.device))
     out = check_out(rung, out, q, (batch, q_len, num_heads, head_dim_v), one_token=one_token)
     lse = q.new_empty(batch, num_heads, q_len, dtype=torch.float32) if return_lse else None
     needed = workspace_elements(batch, q_len, num_heads, head_dim_v, num_kv_splits)
     if workspace is None:
         workspace = q.new_empty(needed, dtype=torch.float32)
-    elif not isinstance(workspace, torch.Tensor):
-        raise TypeError(f"{rung}: workspace is a {type(workspace).__name__}; want a float32 torch.Tensor of {needed} elements, or None")
-    elif workspace.dtype != torch.float32 or workspace.device != q.device or workspace.numel() < needed or not workspace.is_contiguous():
-        raise ValueError(f"{rung}: workspace has {workspace.numel()} elements of {workspace.dtype} on {workspace.device}; "
-                         f"want {needed} contiguous float32 on {q.device}")  # fmt: skip
+    else:
+        expect(rung, "workspace", workspace, None, (torch.float32,), q.device, optional=True, contiguous=True)
+        if workspace.numel() < needed:
+            raise ValueError(f"{rung}: workspace has {workspace.numel()} elements; want {needed}")
     part_lse, part_out = workspace.view(-1)[: rows * num_kv_splits], workspace.view(-1)[rows * num_kv_splits :]
     if rows:
         with torch.cuda.device_of(q):
@@ -118,7 +120,8 @@ def decode_config(head_dim, head_dim_v, q_len, page_size, itemsize):
     block_m = min(16 if itemsize == 4 else 64, max(16, 1 << (q_len - 1).bit_length()) if q_len else 16)
     return dict(
         BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_N=block_n,
-        PRECISION="ieee" if itemsize == 4 else "tf32", num_warps=4, num_stages=2 if itemsize == 4 else 5,  # two of them wait for the page lookup
+        PRECISION="ieee" if itemsize == 4 else "tf32", num_warps=4,
+        num_stages=2 if itemsize == 4 else 5,  # two of them wait for the page lookup
     )  # fmt: skip
 
 
@@ -137,7 +140,8 @@ def processors(device):
 def decode_bytes_moved(problem):
     """Bytes that one decode call loads and stores: K and V once per query head, L2 serving the repeats of a group.
 
-    Needs B, Hq, Hkv, q_len, D, Dv, itemsize, page_size, keys (over all sequences) and capacity; see ``ladder.lab.decode_problem``.
+    Needs B, Hq, Hkv, q_len, D, Dv, itemsize, page_size, keys (over all sequences) and capacity: the fields of
+    ``ladder.lab.decode_problem.DecodeProblem``.
     """
     p = problem
     config = decode_config(p.D, p.Dv, p.q_len, p.page_size, p.itemsize)

@@ -23,8 +23,8 @@ class PagedKVCache:
         seq_lens: (max_seqs,) int32, tokens stored.
 
     The three tensors stay where they are, so a captured CUDA graph sees every later append. The page of a token is
-    chosen on the host, which knows all lengths without asking the device. What changes them runs in inference mode: outside,
-    torch would refuse to write into a cache that was made inside, when the write has happened.
+    chosen on the host, which knows all lengths without asking the device. What changes them runs in inference mode:
+    outside, torch would refuse to write into a cache that was made inside, when the write has happened.
 
     Source: Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention".
     """
@@ -156,7 +156,7 @@ class PagedKVCache:
         seq = self._check_seq(seq)
         self.seq_lens[seq] = 0
         self.block_table[seq].fill_(-1)
-        self._give_back(seq, 0, 0)  # the books last: after an error above the pages are still the sequence's, to be freed again
+        self._give_back(seq, 0, 0)  # the books last: after an error above the pages can be freed again
 
     def read(self, seq):
         """Sequence ``seq`` as contiguous k (length, Hkv, D) and v (length, Hkv, Dv), for tests and lessons."""
@@ -174,7 +174,8 @@ class PagedKVCache:
         length = self._lengths[seq] + new
         if length > self.max_seq_len:
             raise ValueError(
-                f"PagedKVCache: sequence {seq} would have {length} tokens; its row of the block table holds {self.max_seq_len}"
+                f"PagedKVCache: sequence {seq} would have {length} tokens; "
+                f"its row of the block table holds {self.max_seq_len}"
             )
 
     def _check_seq(self, seq):
@@ -187,8 +188,8 @@ class PagedKVCache:
 
     def _check_seqs(self, seqs, count):
         if seqs is None:
-            if count > len(self._pages):
-                raise ValueError(f"PagedKVCache: k has {count} sequences; want {len(self._pages)} at the most, max_seqs of the cache")
+            if count > (most := len(self._pages)):
+                raise ValueError(f"PagedKVCache: k has {count} sequences; want {most} at most, max_seqs of the cache")
             return list(range(count))
         if isinstance(seqs, torch.Tensor):
             seqs = seqs.tolist()

@@ -23,7 +23,7 @@ from .groups import TokenGroups, capacity_offsets, group_tokens, grouped_matmul,
 from .prefill import attention, attention_varlen, bytes_moved, paged_prefill
 
 __all__ = [
-    "DecodeWorkspace", "PagedKVCache", "TokenGroups", "attention", "attention_varlen", "bytes_moved", "capacity_offsets",
-    "choose_num_splits", "decode_bytes_moved", "group_tokens", "grouped_matmul", "mla_decode", "paged_decode",
-    "paged_prefill", "permute_rows", "tile_map",
+    "DecodeWorkspace", "PagedKVCache", "TokenGroups", "attention", "attention_varlen", "bytes_moved",
+    "capacity_offsets", "choose_num_splits", "decode_bytes_moved", "group_tokens", "grouped_matmul", "mla_decode",
+    "paged_decode", "paged_prefill", "permute_rows", "tile_map",
 ]  # fmt: skip

@@ -18,8 +18,9 @@ def check_out_index(out_index, q):
 
 def check_rows(name, index, rows):
     """ValueError when an entry of ``index`` is not below ``rows``; on a CPU only, for it reads the entries."""
-    if index.device.type == "cpu" and index.numel() and int(index.max()) >= rows:
-        raise ValueError(f"{RUNG}: {name} holds {int(index.max())}; want at most {rows - 1}, the last row of out, or below 0 for none")
+    if index.device.type == "cpu" and index.numel() and (most := int(index.max())) >= rows:
+        wanted = f"at most {rows - 1}, the last row of out, or below 0 for none"
+        raise ValueError(f"{RUNG}: {name} holds {most}; want {wanted}")
 
 
 def device_code(q, module="kernel"):

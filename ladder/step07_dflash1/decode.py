@@ -74,10 +74,10 @@ def mla_decode(
 class DecodeWorkspace:
     """Scratch memory of split decode: partial outputs, their log-sum-exps, and counters of finished splits.
 
-    It grows to the largest call and is then reused, by the calls of one stream, one after another. Growing allocates, so
-    run every shape once before capturing a CUDA graph: the largest batch need not be the one that wants most. What a call
-    lacks in a capture it takes for itself, from the graph's memory; what a graph has captured stays when the workspace
-    grows later. A call that is not split needs none of it.
+    It grows to the largest call and is then reused, by the calls of one stream, one after another. Growing allocates,
+    so run every shape once before capturing a CUDA graph: the largest batch need not be the one that wants most. What a
+    call lacks in a capture it takes for itself, from the graph's memory; what a graph has captured stays when the
+    workspace grows later. A call that is not split needs none of it.
     """
 
     def __init__(self, device="cuda"):
@@ -100,10 +100,22 @@ class DecodeWorkspace:
             zeros = torch.zeros(counters, dtype=torch.int32, device=self.device)
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             # A capture's zeros are written by its replay only: no other call may have them.
-            self._captured += [x for x in (self.partials, self.counters) if all(x is not kept for kept in self._captured)]
+            held = {id(x) for x in self._captured}
+            self._captured += [x for x in (self.partials, self.counters) if id(x) not in held]
         else:
             self.partials, self.counters = partials, zeros
         return partials, zeros
+
+
+def check_workspace(rung, workspace, device):
+    """TypeError or ValueError unless ``workspace`` is None or a ``DecodeWorkspace`` on ``device``."""
+    if workspace is None:
+        return
+    if not isinstance(workspace, DecodeWorkspace):
+        came = type(workspace).__name__
+        raise TypeError(f"{rung}: workspace is a {came}; want a DecodeWorkspace on {device}, or None")
+    if workspace.partials.device != device:
+        raise ValueError(f"{rung}: workspace is on {workspace.partials.device}; want a DecodeWorkspace on {device}")
 
 
 def _decode(
@@ -115,8 +127,7 @@ def _decode(
         q = q[:, None]
     scale = check_paged(RUNG, q, k_cache, v_cache, block_table, seq_lens, scale=scale, any_heads=mla)
     check_flag(RUNG, "return_lse", return_lse)
-    if workspace is not None and not isinstance(workspace, DecodeWorkspace):
-        raise TypeError(f"{RUNG}: workspace is a {type(workspace).__name__}; want a DecodeWorkspace on {q.device}, or None")
+    check_workspace(RUNG, workspace, q.device)
     num_kv_splits = check_integer(RUNG, "num_kv_splits", num_kv_splits, 1, optional=True)
     (batch, q_len, num_heads, head_dim), (_, page_size, num_kv_heads, head_dim_v) = q.shape, v_cache.shape
     out = check_out(RUNG, out, q, (*q.shape[:3], head_dim_v), one_token=one_token)
@@ -137,8 +148,6 @@ def _decode(
     partials = part_lse = counters = None
     if groups and num_kv_splits > 1:
         workspace = DecodeWorkspace(device) if workspace is None else workspace
-        if workspace.partials.device != device:
-            raise ValueError(f"{RUNG}: workspace is on {workspace.partials.device}; want a DecodeWorkspace on {device}")
         part_rows = groups * num_kv_splits * block_m
         partials, counters = workspace.reserve(part_rows * (head_dim_v + 1), groups)
         part_lse = partials[part_rows * head_dim_v :]
@@ -153,7 +162,8 @@ def _decode(
                 num_kv_heads, q_len, capacity, num_kv_splits, scale_log2,
                 GROUP=group, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, PAGE_SIZE=page_size, V_IS_K=latent,
                 SPLIT=num_kv_splits > 1, MERGE_ROWS=merge_rows, MERGE_DV=merge_dv,
-                MERGE_SPLITS=4096 // (merge_rows * merge_dv), SIGN=sign, HAS_LSE=return_lse, **layout(k_cache, v_cache), **config,
+                MERGE_SPLITS=4096 // (merge_rows * merge_dv), SIGN=sign, HAS_LSE=return_lse,
+                **layout(k_cache, v_cache), **config,
             )  # fmt: skip
     if one_token:
         out, lse = out[:, 0], lse[..., 0] if return_lse else None

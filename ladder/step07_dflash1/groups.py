@@ -26,8 +26,8 @@ class TokenGroups:
 
     order: (T * top_k,) int32. Row p of the expert order is assignment order[p], made by token order[p] // top_k.
     offsets: (num_experts + 1,) int32. Expert e owns rows offsets[e] .. offsets[e + 1].
-    places: (T, top_k) int32. The row where each assignment went, -1 when its id named no expert: the inverse of ``order``
-        and the ``out_index`` of ``attention_varlen``.
+    places: (T, top_k) int32. The row where each assignment went, -1 when its id named no expert: the inverse of
+        ``order`` and the ``out_index`` of ``attention_varlen``.
     """
 
     order: torch.Tensor
@@ -97,7 +97,7 @@ def tile_map(offsets, block_rows, total_rows):
         rows can need, total_rows // block_rows + num_experts at the most; the ones left over are -1.
 
     Raises:
-        TypeError, ValueError: naming the argument, what came and what is wanted; for values in ``offsets`` on a CPU only.
+        TypeError, ValueError: naming the argument, what came and what is wanted; values in ``offsets`` on a CPU only.
     """
     block_rows = check_integer(RUNG, "block_rows", block_rows, 1)
     total_rows = check_integer(RUNG, "total_rows", total_rows, 0)
@@ -138,8 +138,8 @@ def grouped_matmul(x, weight, offsets, *, order=None, top_k=1, out=None, tiles=N
         (rows, N), rows = len(order), or len(x) without it.
 
     Raises:
-        TypeError, ValueError: naming the argument, what came and what is wanted; for values in ``offsets`` and ``order``
-            on a CPU only.
+        TypeError, ValueError: naming the argument, what came and what is wanted; values in ``offsets`` and ``order`` on
+            a CPU only.
     """
     expect(RUNG, "x", x, ("T", "K"))
     expect(RUNG, "weight", weight, ("num_experts", x.shape[1], "N"), x.dtype, x.device, owner="x")
@@ -153,7 +153,8 @@ def grouped_matmul(x, weight, offsets, *, order=None, top_k=1, out=None, tiles=N
         live = order[: int(offsets[-1])]
         if live.numel() and not 0 <= int(live.min()) <= int(live.max()) < rows:
             wrong = int(live.min()) if int(live.min()) < 0 else int(live.max())
-            raise ValueError(f"{RUNG}: order holds {wrong} before row {live.numel()}, the end of offsets; want 0 .. {rows - 1}")
+            end = f"row {live.numel()}, the end of offsets"
+            raise ValueError(f"{RUNG}: order holds {wrong} before {end}; want 0 .. {rows - 1}")
     config = merge_config(RUNG, matmul_config(x.element_size()), config)
     kernels = device_code(x, "groups_kernel")
     out = check_out(RUNG, out, x, (rows, columns), owner="x")
@@ -225,5 +226,6 @@ def _check_order(order, x, top_k):
         given, rest = divmod(order.numel(), x.shape[0]) if x.shape[0] else (0, 1)
         hint = f"; was top_k={given} meant?" if given and not rest else ""
         raise ValueError(
-            f"{RUNG}: order has {order.numel()} rows; want {x.shape[0] * top_k}, the {x.shape[0]} tokens of x times top_k={top_k}{hint}"
+            f"{RUNG}: order has {order.numel()} rows; want {x.shape[0] * top_k}, "
+            f"the {x.shape[0]} tokens of x times top_k={top_k}{hint}"
         )

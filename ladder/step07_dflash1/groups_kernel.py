@@ -29,7 +29,7 @@ def dflash1_group_place(
     index = block * BLOCK + lane
     expert = tl.load(expert_ids_ptr + index, mask=index < num_assignments, other=-1).to(tl.int32)
     kept = (expert >= 0) & (expert < num_experts)
-    other = tl.load(expert_ids_ptr + block * BLOCK + lane, mask=block * BLOCK + lane < num_assignments, other=-1).to(tl.int32)
+    other = tl.load(expert_ids_ptr + index, mask=index < num_assignments, other=-1).to(tl.int32)
     same_and_earlier = (expert[:, None] == other[None, :]) & (lane[None, :] < lane[:, None])
     rank = tl.sum(same_and_earlier.to(tl.int32), axis=1)  # counting, not racing: the order is stable
     start = tl.load(starts_ptr + expert.to(tl.int64) * num_blocks + block, mask=kept, other=0)
@@ -40,7 +40,7 @@ def dflash1_group_place(
 
 @triton.jit
 def dflash1_tile_map(offsets_ptr, tiles_ptr, num_experts, BLOCK_ROWS: tl.constexpr, EXPERTS: tl.constexpr):
-    """tiles[t] = (expert, first row) for the tiles of one expert, behind those of the experts before; grid (experts,)."""
+    """tiles[t] = (expert, first row) for the tiles of one expert, behind those of earlier experts; grid (experts,)."""
     expert = tl.program_id(0)
     others = tl.arange(0, EXPERTS)
     before = others < expert
@@ -95,7 +95,7 @@ def dflash1_grouped_matmul(
 def dflash1_permute_rows(
     x_ptr, out_ptr, places_ptr, stride_xm, stride_om, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[places[t, j]] = x[t] for every choice j: the separate pass that writing in expert order saves; grid (tokens, tiles)."""
+    """out[places[t, j]] = x[t] for every choice j: what writing in expert order saves; grid (tokens, tiles)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + token * stride_xm + column, mask=column < width, other=0.0)

@@ -42,7 +42,8 @@ def dflash1_tile(
     q, q_tail, acc, row_max, row_sum, k_base, v_base, k_rows, v_rows, stride_kd, stride_vd,
     key, end, last_visible, scale_log2,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, V_IS_K: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_DV: tl.constexpr, V_IS_K: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile of keys into (acc, row_max, row_sum). Row r sees the keys below ``end`` up to ``last_visible[r]``.
 
@@ -186,11 +187,13 @@ def dflash1_prefill(
     if not RAGGED:
         q_base += seq64 * stride_qb
     q_rows = (first_token + query).to(tl.int64)[:, None] * stride_qm
-    q = tl.load(q_base + q_rows + dim.to(tl.int64)[None, :] * stride_qd, mask=in_range & (dim < HEAD_DIM)[None, :], other=0.0)
+    q_ptrs = q_base + q_rows + dim.to(tl.int64)[None, :] * stride_qd
+    q = tl.load(q_ptrs, mask=in_range & (dim < HEAD_DIM)[None, :], other=0.0)
     q_tail = q
     if TAIL_D > 0:
         tail = BLOCK_D + tl.arange(0, TAIL_D)
-        q_tail = tl.load(q_base + q_rows + tail.to(tl.int64)[None, :] * stride_qd, mask=in_range & (tail < HEAD_DIM)[None, :], other=0.0)
+        tail_ptrs = q_base + q_rows + tail.to(tl.int64)[None, :] * stride_qd
+        q_tail = tl.load(tail_ptrs, mask=in_range & (tail < HEAD_DIM)[None, :], other=0.0)
     if SIGN < 0:  # exact; lets scale_log2 stay positive
         q = -q
         q_tail = -q_tail
@@ -265,7 +268,7 @@ def dflash1_merge(
     GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
     MERGE_ROWS: tl.constexpr, MERGE_DV: tl.constexpr, MERGE_SPLITS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """out = sum_s 2^(lse_s - lse) out_s, lse = log2 sum_s 2^lse_s, for the rows of one tile; partials lie split by split.
+    """out = sum_s 2^(lse_s - lse) out_s, lse = log2 sum_s 2^lse_s, for the rows of a tile; partials lie split by split.
 
     Splits are added in their order, not in that of arrival: the same bits on every run. They are read past L1 (.cg),
     which may hold what the workspace was before.
@@ -291,10 +294,12 @@ def dflash1_merge(
             split = s + tl.arange(0, MERGE_SPLITS)
             mask = (split < used)[:, None] & row_ok[None, :]
             lse_ptrs = part_lse_ptr + split[:, None] * BLOCK_M + part_row[None, :]
-            weight = tl.exp2(tl.load(lse_ptrs, mask=mask, other=float("-inf"), cache_modifier=".cg") - finite_top[None, :])
+            part_lse = tl.load(lse_ptrs, mask=mask, other=float("-inf"), cache_modifier=".cg")
+            weight = tl.exp2(part_lse - finite_top[None, :])
             part_rows = (split[:, None] * BLOCK_M + part_row[None, :])[:, :, None] * HEAD_DIM_V
             part_mask = mask[:, :, None] & (dim_v < HEAD_DIM_V)[None, None, :]
-            part = tl.load(part_out_ptr + part_rows + dim_v[None, None, :], mask=part_mask, other=0.0, cache_modifier=".cg")
+            part_ptrs = part_out_ptr + part_rows + dim_v[None, None, :]
+            part = tl.load(part_ptrs, mask=part_mask, other=0.0, cache_modifier=".cg")
             acc += tl.sum(part * weight[:, :, None], axis=0)
             total += tl.sum(weight, axis=0)
 
@@ -352,11 +357,13 @@ def dflash1_decode(
     dim = tl.arange(0, BLOCK_D)
     q_base = q_ptr + batch64 * stride_qb + kv_head64 * GROUP * stride_qh
     q_rows = (token.to(tl.int64) * stride_qm + head.to(tl.int64) * stride_qh)[:, None]
-    q = tl.load(q_base + q_rows + dim.to(tl.int64)[None, :] * stride_qd, mask=in_range & (dim < HEAD_DIM)[None, :], other=0.0)
+    q_ptrs = q_base + q_rows + dim.to(tl.int64)[None, :] * stride_qd
+    q = tl.load(q_ptrs, mask=in_range & (dim < HEAD_DIM)[None, :], other=0.0)
     q_tail = q
     if TAIL_D > 0:
         tail = BLOCK_D + tl.arange(0, TAIL_D)
-        q_tail = tl.load(q_base + q_rows + tail.to(tl.int64)[None, :] * stride_qd, mask=in_range & (tail < HEAD_DIM)[None, :], other=0.0)
+        tail_ptrs = q_base + q_rows + tail.to(tl.int64)[None, :] * stride_qd
+        q_tail = tl.load(tail_ptrs, mask=in_range & (tail < HEAD_DIM)[None, :], other=0.0)
     if SIGN < 0:
         q = -q
         q_tail = -q_tail

@@ -102,9 +102,10 @@ def paged_prefill(
 
 
 def _prefill(
-    q, k, v, causal, scale, return_lse, out, config, *, cu_q=None, cu_k=None, out_index=None, block_table=None, seq_lens=None
-):
-    """Launch ``dflash1_prefill`` on checked arguments: packed tokens when there is ``cu_q``, pages with a ``block_table``."""
+    q, k, v, causal, scale, return_lse, out, config, *,
+    cu_q=None, cu_k=None, out_index=None, block_table=None, seq_lens=None,
+):  # fmt: skip
+    """Launch ``dflash1_prefill`` on checked arguments: packed tokens with ``cu_q``, pages with a ``block_table``."""
     check_flag(RUNG, "return_lse", return_lse)
     kernel = device_code(q).dflash1_prefill
     ragged, paged = cu_q is not None, block_table is not None
@@ -131,7 +132,8 @@ def _prefill(
                 q, k, v, out, lse, cu_q, cu_k, block_table, seq_lens, out_index,
                 *_strides(q, ragged), *_strides(k, ragged, paged), *_strides(v, ragged, paged), *_strides(out, ragged),
                 *(block_table.stride() if paged else (0, 0)),
-                num_tiles, num_heads, num_heads // num_kv_heads, num_seqs, seqlen_q, seqlen_k, lse_shape[-1], scale_log2,
+                num_tiles, num_heads, num_heads // num_kv_heads, num_seqs, seqlen_q, seqlen_k, lse_shape[-1],
+                scale_log2,
                 HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, PAGE_SIZE=page_size, CAUSAL=causal, SIGN=sign,
                 HAS_LSE=return_lse, RAGGED=ragged, TOP_K=top_k, **layout(k, v), **config,
             )  # fmt: skip

@@ -43,14 +43,17 @@ def decode_config(head_dim, head_dim_v, rows, page_size, itemsize, arch, latent=
     block_d, tail_d = split_head(head_dim)
     block_dv = max(32, 1 << (head_dim_v - 1).bit_length())
     if latent:
-        block_d, tail_d = head_dim_v, max(16, 1 << (head_dim - head_dim_v - 1).bit_length()) if head_dim > head_dim_v else 0
+        tail = head_dim - head_dim_v
+        block_d, tail_d = head_dim_v, max(16, 1 << (tail - 1).bit_length()) if tail else 0
     widest = max(block_d + tail_d, block_dv)
     block_m = max(16, min(64, 1 << (max(1, rows) - 1).bit_length()))
     if itemsize == 4:
         block_m, block_n = 16, 32 if widest <= 64 else 16
         num_warps, num_stages = 4 if widest <= 128 else 8 if widest <= 256 else 16, 1
     elif widest > 256:
-        block_n, num_warps, num_stages = (32, 4, 5 if block_m == 16 and arch == 90 else 3) if block_m <= 32 else (64, 8, 2)
+        block_n, num_warps, num_stages = (32, 4, 3) if block_m <= 32 else (64, 8, 2)
+        if block_m == 16 and arch == 90:
+            num_stages = 5
         if arch != 90:  # half the rows: the accumulator of 64 x 512 fits no other register file
             block_m, block_n, num_warps, num_stages = min(block_m, 32), 32, 8, 2
     elif block_m == 16 and widest <= 128:  # small programs, several to a processor: measured on an H200
@@ -88,7 +91,7 @@ def layout(k, v):
     aligned = all(
         x.data_ptr() % 16 == 0 and x.stride(-1) == 1 and all(s % unit == 0 for s in x.stride()[:-1]) for x in (k, v)
     )
-    # The last three: no tile steps from one tensor of a batch, or page, to the next, but packed keys have no such stride in front.
+    # The last three: a tile never steps from one sequence or page to the next, and packed keys have no such stride.
     wide = any(abs(s) * max(256, x.shape[-1]) >= 1 << 30 for x in (k, v) for s in x.stride()[-3:])
     return dict(ALIGNED=unit if aligned else 0, WIDE=wide)
 

@@ -1,4 +1,4 @@
-"""What the entries of step 08 check before anything runs; the messages name the argument, what came and what is wanted."""
+"""What the entries of step 08 check before anything runs; messages name the argument, what came and what is wanted."""
 
 import math
 import numbers
@@ -7,7 +7,7 @@ import torch
 
 from ladder import contract
 from ladder.contract import FLOATS, INT32, check_attention, check_flag, check_integer, expect, merge_config
-from ladder.step07_dflash1.decode import DecodeWorkspace
+from ladder.step07_dflash1.decode import check_workspace
 
 from .dispatch import RUNG
 from .windows import RangeWindows
@@ -45,7 +45,7 @@ def check_options(tensors, num_heads, causal, windows, softcap, sinks, return_ls
             raise TypeError(f"{RUNG}: softcap is {softcap!r}; want a real number, 0 for none")
         if not 0 <= softcap < math.inf:
             raise ValueError(f"{RUNG}: softcap is {softcap}; want a finite number of at least 0, 0 for none")
-        softcap = min(max(float(softcap), 1e-10), 1e20) if softcap else 0.0  # beyond, float32 scores cannot tell the difference
+        softcap = min(max(float(softcap), 1e-10), 1e20) if softcap else 0.0  # float32 scores show no difference beyond
     expect(RUNG, "sinks", sinks, (num_heads,), FLOATS, q.device, optional=True)
     if right is None:
         return windows, softcap, 0 if causal else None
@@ -83,14 +83,15 @@ def _dense(x):
     return sum((n - 1) * stride for n, stride in zip(x.shape, x.stride())) + 1 == x.numel()
 
 
-def check_decode_options(tensors, causal, windows, softcap, sinks, num_kv_splits, return_lse, workspace, schedule, config, right):
+def check_decode_options(
+    tensors, causal, windows, softcap, sinks, num_kv_splits, return_lse, workspace, schedule, config, right
+):
     """Check what the shapes of ``tensors`` (q, k_cache, v_cache) do not show; returns the keywords of the launch."""
     q = tensors[0]
     check_flag(RUNG, "causal", causal)
     windows, softcap, right = check_options(tensors, q.shape[2], causal, windows, softcap, sinks, return_lse, right)
     num_kv_splits = check_integer(RUNG, "num_kv_splits", num_kv_splits, 1, optional=True)
-    if workspace is not None and not isinstance(workspace, DecodeWorkspace):
-        raise TypeError(f"{RUNG}: workspace is a {type(workspace).__name__}; want a DecodeWorkspace on {q.device}, or None")
+    check_workspace(RUNG, workspace, q.device)
     merge_config(RUNG, {}, config)
     if schedule is not None:
         if num_kv_splits is not None:
@@ -103,7 +104,8 @@ def check_latent(latent_cache, q):
     """What ``check_paged`` would say of a k_cache, which the caller of MLA does not have."""
     expect(RUNG, "latent_cache", latent_cache, ("num_pages", "page_size", q.shape[3]), q.dtype, q.device)
     if latent_cache.shape[1] == 0:
-        raise ValueError(f"{RUNG}: latent_cache has shape {tuple(latent_cache.shape)}; want pages of at least one token")
+        shape = tuple(latent_cache.shape)
+        raise ValueError(f"{RUNG}: latent_cache has shape {shape}; want pages of at least one token")
 
 
 def check_windows(windows):

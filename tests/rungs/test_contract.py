@@ -53,7 +53,7 @@ DENSE_BAD = {
     "v has another length": (dict(v=V[:, :, :3]), ValueError, ("v has shape (1, 2, 3, 8); want (1, 2, 5, Dv)",)),
     "head size 0": (dict(q=Q[..., :0], k=K[..., :0]), ValueError, ("q has head size 0; want at least 1",)),
     "value head size 0": (dict(v=V[..., :0]), ValueError, ("v has head size 0",)),
-    "heads do not divide": (dict(zip("qkv", tensors(Hq=5))), ValueError, ("q has 5 heads", "multiple of the 2 heads of the keys")),
+    "heads do not divide": (dict(zip("qkv", tensors(Hq=5))), ValueError, ("q has 5 heads", "multiple of the 2 heads of k and v")),
     "more KV heads than query heads": (dict(q=Q[:, :1]), ValueError, ("q has 1 heads", "multiple of the 2 heads")),
     "no KV heads": (dict(k=K[:, :0], v=V[:, :0]), ValueError, ("q has 2 heads", "multiple of the 0 heads")),
     "causal is 1": (dict(causal=1), TypeError, ("causal is 1", "True or False")),

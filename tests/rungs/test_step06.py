@@ -146,7 +146,7 @@ BAD_BOOKS = {
     "v no tensor": (TypeError, r"v is a list; want a torch.Tensor \('n', 't', 2, 4\)", lambda c: c.append(new_tokens(2, 3)[0], [2])),
     "k of no dims": (ValueError, r"k has shape \(\); want", lambda c: c.append(torch.zeros(()), torch.zeros(()))),
     "k of 1 dim": (ValueError, r"k has shape \(2,\); want \(2, 't', 2, 8\)", lambda c: c.append(torch.zeros(2), torch.zeros(2))),
-    "too many": (ValueError, "k has 3 sequences; want 2 at the most, max_seqs of the cache", lambda c: c.append(*new_tokens(3, 1))),
+    "too many": (ValueError, "k has 3 sequences; want 2 at most, max_seqs of the cache", lambda c: c.append(*new_tokens(3, 1))),
     "seqs a": (TypeError, "seq is 'a'; want an integer, 0 .. 1", lambda c: c.append(*new_tokens(1, 1), seqs=["a"])),
     "seqs 0.5": (TypeError, "seq is 0.5; want an integer, 0 .. 1", lambda c: c.append(*new_tokens(1, 1), seqs=[0.5])),
     "seqs True": (TypeError, "seq is True; want an integer, 0 .. 1", lambda c: c.append(*new_tokens(1, 1), seqs=[True])),
