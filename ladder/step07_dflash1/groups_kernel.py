@@ -29,7 +29,9 @@ def dflash1_group_place(
     index = block * BLOCK + lane
     expert = tl.load(expert_ids_ptr + index, mask=index < num_assignments, other=-1).to(tl.int32)
     kept = (expert >= 0) & (expert < num_experts)
-    other = tl.load(expert_ids_ptr + index, mask=index < num_assignments, other=-1).to(tl.int32)
+    other = tl.load(  # the same numbers again, along the columns
+        expert_ids_ptr + block * BLOCK + lane, mask=block * BLOCK + lane < num_assignments, other=-1
+    ).to(tl.int32)
     same_and_earlier = (expert[:, None] == other[None, :]) & (lane[None, :] < lane[:, None])
     rank = tl.sum(same_and_earlier.to(tl.int32), axis=1)  # counting, not racing: the order is stable
     start = tl.load(starts_ptr + expert.to(tl.int64) * num_blocks + block, mask=kept, other=0)
