@@ -1,10 +1,13 @@
 """The paged KV cache: a pool of pages, and a block table for each sequence."""
 
 import numbers
+from collections.abc import Iterable
 
 import torch
 
-from ladder.contract import FLOATS, check_integer, check_strided
+from ladder.contract import FLOATS, check_integer, expect
+
+NAME = "PagedKVCache"  # in messages
 
 
 class PagedKVCache:
@@ -36,12 +39,12 @@ class PagedKVCache:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         sizes = dict(num_pages=num_pages, page_size=page_size, num_kv_heads=num_kv_heads, head_dim=head_dim,
                      head_dim_v=head_dim_v, max_seqs=max_seqs, max_seq_len=max_seq_len)  # fmt: skip
-        sizes = [check_integer("PagedKVCache", name, value, 1) for name, value in sizes.items()]
+        sizes = [check_integer(NAME, name, value, 1) for name, value in sizes.items()]
         num_pages, page_size, num_kv_heads, head_dim, head_dim_v, max_seqs, max_seq_len = sizes
         if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"PagedKVCache: dtype is {dtype!r}; want a torch.dtype: float16, bfloat16 or float32")
+            raise TypeError(f"{NAME}: dtype is {dtype!r}; want a torch.dtype: float16, bfloat16 or float32")
         if dtype not in FLOATS:
-            raise ValueError(f"PagedKVCache: dtype is {dtype}; want float16, bfloat16 or float32")
+            raise ValueError(f"{NAME}: dtype is {dtype}; want float16, bfloat16 or float32")
         self.page_size, self.max_seq_len = page_size, max_seq_len
         self.k_pages = torch.empty(num_pages, page_size, num_kv_heads, head_dim, dtype=dtype, device=device)
         self.v_pages = torch.empty(num_pages, page_size, num_kv_heads, head_dim_v, dtype=dtype, device=device)
@@ -69,13 +72,14 @@ class PagedKVCache:
             ValueError: the sequence would be longer than the block table can hold.
             MemoryError: the pool has too few free pages.
         """
-        seq, num_tokens = self._check_seq(seq), check_integer("PagedKVCache", "num_tokens", num_tokens, 0)
-        self._check_length(seq, num_tokens)
-        length = self._lengths[seq] + num_tokens
-        held = len(self._pages[seq])
+        seq, num_tokens = self._check_seq(seq), check_integer(NAME, "num_tokens", num_tokens, 0)
+        length, held = self._lengths[seq] + num_tokens, len(self._pages[seq])
+        if length > (most := self.max_seq_len):
+            row = "its row of the block table"
+            raise ValueError(f"{NAME}: sequence {seq} would have {length} tokens; {row} holds {most}")
         missing = -(-length // self.page_size) - held
-        if missing > len(self._free):
-            raise MemoryError(f"PagedKVCache: sequence {seq} needs {missing} more pages; {len(self._free)} are free")
+        if missing > (free := len(self._free)):
+            raise MemoryError(f"{NAME}: sequence {seq} needs {missing} more pages; {free} are free")
         if missing > 0:
             pages = self._free[: -missing - 1 : -1]
             entries = torch.tensor(pages, dtype=torch.int32)
@@ -99,30 +103,12 @@ class PagedKVCache:
 
         After any exception the sequences are as they were before.
         """
+        expect(NAME, "k", k, ("n", "t", *self.k_pages.shape[2:]), None)
+        seqs, new = self._check_seqs(seqs, k.shape[0]), k.shape[1]
         for name, x, pages in (("k", k, self.k_pages), ("v", v, self.v_pages)):
-            wanted = ("n", "t", *pages.shape[2:])
-            if not isinstance(x, torch.Tensor):
-                raise TypeError(f"PagedKVCache: {name} is a {type(x).__name__}; want a torch.Tensor {wanted}")
-            check_strided(f"PagedKVCache: {name}", x)
-            if x.ndim == 0:
-                raise ValueError(f"PagedKVCache: {name} has shape (); want {wanted}")
-        seqs = self._check_seqs(seqs, k.shape[0])
-        for name, x, pages in (("k", k, self.k_pages), ("v", v, self.v_pages)):
-            if x.ndim != 4 or x.shape[0] != len(seqs) or x.shape[1] != k.shape[1] or x.shape[2:] != pages.shape[2:]:
-                wanted = (len(seqs), k.shape[1] if k.ndim > 1 else "t", *pages.shape[2:])
-                raise ValueError(f"PagedKVCache: {name} has shape {tuple(x.shape)}; want {wanted}")
-            if x.dtype != pages.dtype or x.device != pages.device:
-                raise ValueError(
-                    f"PagedKVCache: {name} is {x.dtype} on {x.device}; want {pages.dtype} on {pages.device}"
-                )
+            expect(NAME, name, x, (len(seqs), new, *pages.shape[2:]), pages.dtype, pages.device, owner="the cache")
         if len(set(seqs)) != len(seqs):
-            raise ValueError(f"PagedKVCache: seqs is {seqs}; want every sequence once")
-        new = k.shape[1]
-        for s in seqs:
-            self._check_length(s, new)
-        needed = sum(max(0, -(-(self.length(s) + new) // self.page_size) - len(self._pages[s])) for s in seqs)
-        if needed > len(self._free):
-            raise MemoryError(f"PagedKVCache: {new} more tokens need {needed} pages; {len(self._free)} are free")
+            raise ValueError(f"{NAME}: seqs is {seqs}; want every sequence once")
         before, written = [(s, self._lengths[s], len(self._pages[s])) for s in seqs], self.seq_lens.clone()
         try:
             for s in seqs:
@@ -170,31 +156,20 @@ class PagedKVCache:
         del self._pages[seq][held:]
         self._lengths[seq] = length
 
-    def _check_length(self, seq, new):
-        length = self._lengths[seq] + new
-        if length > self.max_seq_len:
-            raise ValueError(
-                f"PagedKVCache: sequence {seq} would have {length} tokens; "
-                f"its row of the block table holds {self.max_seq_len}"
-            )
-
     def _check_seq(self, seq):
         wanted = f"0 .. {len(self._pages) - 1}"
         if isinstance(seq, bool) or not isinstance(seq, numbers.Integral):
-            raise TypeError(f"PagedKVCache: seq is {seq!r}; want an integer, {wanted}")
+            raise TypeError(f"{NAME}: seq is {seq!r}; want an integer, {wanted}")
         if not 0 <= seq < len(self._pages):
-            raise ValueError(f"PagedKVCache: seq is {seq}; want {wanted}")
+            raise ValueError(f"{NAME}: seq is {seq}; want {wanted}")
         return int(seq)
 
     def _check_seqs(self, seqs, count):
         if seqs is None:
             if count > (most := len(self._pages)):
-                raise ValueError(f"PagedKVCache: k has {count} sequences; want {most} at most, max_seqs of the cache")
+                raise ValueError(f"{NAME}: k has {count} sequences; want {most} at most, max_seqs of the cache")
             return list(range(count))
-        if isinstance(seqs, torch.Tensor):
-            seqs = seqs.tolist()
-        try:
-            numbers_given = list(seqs)
-        except TypeError:
-            raise TypeError(f"PagedKVCache: seqs is {seqs!r}; want a sequence of integers, or None") from None
-        return [self._check_seq(s) for s in numbers_given]
+        seqs = seqs.tolist() if hasattr(seqs, "tolist") else seqs  # a tensor's or an array's
+        if not isinstance(seqs, Iterable):
+            raise TypeError(f"{NAME}: seqs is {seqs!r}; want a sequence of integers, or None")
+        return [self._check_seq(s) for s in seqs]

@@ -109,7 +109,7 @@ def test_a_full_cache_stores_nothing():
     cache = small_cache()
     cache.append(*new_tokens(2, 16))
     before = cache.k_pages.clone(), cache.block_table.clone()
-    with pytest.raises(MemoryError, match="PagedKVCache: 9 more tokens need 3 pages; 2 are free"):
+    with pytest.raises(MemoryError, match="PagedKVCache: sequence 2 needs 3 more pages; 2 are free"):
         cache.append(*new_tokens(1, 9), [2])
     with pytest.raises(ValueError, match="sequence 0 would have 21 tokens; its row of the block table holds 20"):
         cache.append(*new_tokens(2, 5))
@@ -124,7 +124,7 @@ def test_cache_rejects():
         ((k[0], v), r"k has shape \(3, 2, 8\); want"),
         ((k, v[:, :2]), r"v has shape \(2, 2, 2, 4\); want \(2, 3, 2, 4\)"),
         ((k, k), r"v has shape \(2, 3, 2, 8\); want \(2, 3, 2, 4\)"),
-        ((k.half(), v), "k is torch.float16 on .*; want torch.float32"),
+        ((k.half(), v), "k has dtype torch.float16; want torch.float32, the dtype of the cache"),
         ((k, v, [0]), r"k has shape \(2, 3, 2, 8\); want \(1, 3, 2, 8\)"),
         ((k, v, [1, 1]), r"seqs is \[1, 1\]; want every sequence once"),
         ((k, v, [0, 3]), r"seq is 3; want 0 .. 2"),
@@ -142,10 +142,10 @@ BAD_BOOKS = {
     "no token count": (TypeError, "num_tokens is None; want an integer", lambda c: c.allocate(0, None)),
     "-1 tokens": (ValueError, "num_tokens is -1; want an integer of at least 0", lambda c: c.allocate(0, -1)),
     "allocate for a": (TypeError, "seq is 'a'; want an integer, 0 .. 1", lambda c: c.allocate("a", 1)),
-    "lists": (TypeError, r"k is a list; want a torch.Tensor \('n', 't', 2, 8\)", lambda c: c.append([1], [2])),
-    "v no tensor": (TypeError, r"v is a list; want a torch.Tensor \('n', 't', 2, 4\)", lambda c: c.append(new_tokens(2, 3)[0], [2])),
+    "lists": (TypeError, r"k is a list; want a torch.Tensor \(n, t, 2, 8\)", lambda c: c.append([1], [2])),
+    "v no tensor": (TypeError, r"v is a list; want a torch.Tensor \(2, 3, 2, 4\)", lambda c: c.append(new_tokens(2, 3)[0], [2])),
     "k of no dims": (ValueError, r"k has shape \(\); want", lambda c: c.append(torch.zeros(()), torch.zeros(()))),
-    "k of 1 dim": (ValueError, r"k has shape \(2,\); want \(2, 't', 2, 8\)", lambda c: c.append(torch.zeros(2), torch.zeros(2))),
+    "k of 1 dim": (ValueError, r"k has shape \(2,\); want \(n, t, 2, 8\)", lambda c: c.append(torch.zeros(2), torch.zeros(2))),
     "too many": (ValueError, "k has 3 sequences; want 2 at most, max_seqs of the cache", lambda c: c.append(*new_tokens(3, 1))),
     "seqs a": (TypeError, "seq is 'a'; want an integer, 0 .. 1", lambda c: c.append(*new_tokens(1, 1), seqs=["a"])),
     "seqs 0.5": (TypeError, "seq is 0.5; want an integer, 0 .. 1", lambda c: c.append(*new_tokens(1, 1), seqs=[0.5])),
