@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from support.calls import append, heads, latent, paged, route
 
 import ladder.step08_dflash2 as step08
 from ladder.integrations import flash_attn as fa
@@ -27,37 +28,6 @@ def ints(*values):
 
 
 # Calls that work
-
-
-def dense():
-    return dict(q=torch.randn(2, 4, 6, 16), k=torch.randn(2, 2, 9, 16), v=torch.randn(2, 2, 9, 16))
-
-
-def paged():
-    return dict(
-        q=torch.randn(2, 3, 4, 16), k_cache=torch.randn(6, 4, 2, 16), v_cache=torch.randn(6, 4, 2, 16),
-        block_table=ints(0, 1, 2, 3).view(2, 2), seq_lens=ints(4, 7),
-    )  # fmt: skip
-
-
-def latent():
-    return dict(
-        q=torch.randn(2, 3, 4, 24), latent_cache=torch.randn(6, 4, 24), block_table=ints(0, 1, 2, 3).view(2, 2),
-        seq_lens=ints(4, 7), scale=0.2, head_dim_v=16,
-    )  # fmt: skip
-
-
-def append():
-    cos, sin = step08.rope_tables(16, 64)
-    return dict(
-        x=torch.randn(5, 32), weight_qkv=torch.randn(128, 32), cos=cos, sin=sin, positions=torch.arange(5),
-        k_cache=torch.zeros(4, 4, 2, 16), v_cache=torch.zeros(4, 4, 2, 16), slot_mapping=torch.arange(5),
-        num_heads=4, num_kv_heads=2, head_dim=16,
-    )  # fmt: skip
-
-
-def router():
-    return dict(x=torch.randn(5, 32), residual=None, norm_weight=torch.ones(32), gate_weight=torch.randn(8, 32), top_k=2)
 
 
 def schedule():
@@ -97,19 +67,19 @@ def fa_metadata():
 
 
 def hf():
-    q, k, v = dense().values()
+    q, k, v = heads().values()
     return dict(module=torch.nn.Identity(), query=q, key=k, value=v, attention_mask=None)
 
 
 WINDOWS = step08.RangeWindows.sink_window(1, 3)
 PREFILL = AttentionProblem(B=1, Hq=4, Hkv=2, Sq=8, Sk=8, D=16, causal=True, dtype="float32")
 DECODE = DecodeProblem(B=1, Hq=4, Hkv=2, q_len=1, lengths="8", D=16, page_size=4, dtype="float32")
-ATTENTION = ((step08.dflash2_attention, dense), (step08.dflash2_decode, paged), (step08.dflash2_mla_decode, latent))
+ATTENTION = ((step08.dflash2_attention, heads), (step08.dflash2_decode, paged), (step08.dflash2_mla_decode, latent))
 BLOCKS = ((step08.DFlash2AttentionBlock, sizes(hidden=32, num_heads=4, num_kv_heads=2, head_dim=16)),
           (step08.DFlash2MLABlock, sizes(hidden=32, num_heads=2)))  # fmt: skip
 MASKS = ((WINDOWS.visible, lambda: dict(Sq=4, Sk=6, causal=True, right=None)),
          (WINDOWS.visited_tiles, lambda: dict(Sq=4, Sk=6, causal=True, right=None, block_m=2, block_n=2)))  # fmt: skip
-MASS = ((WINDOWS.attention_mass, lambda: {n: x for n, x in dense().items() if n != "v"}),)
+MASS = ((WINDOWS.attention_mass, lambda: {n: x for n, x in heads().items() if n != "v"}),)
 EXPLAIN = ((step08.explain, lambda: dict(problem=PREFILL, device="cpu")),)
 EXPLAIN_DECODE = ((step08.explain, lambda: dict(problem=DECODE, device="cpu")),)
 KVCACHE = ((fa.flash_attn_with_kvcache, fa_cache),)
@@ -131,7 +101,7 @@ REFUSED = (
     (((step08.yarn_mscale, lambda: dict(factor=4.0)),), dict(factor=(None, "4", [4.0]), mscale=(None, "4", [4.0])), TypeError, "ARG is"),
     (((step08.yarn_mscale, lambda: dict(factor=4.0)),), dict(factor=(math.nan, math.inf), mscale=(math.nan, math.inf)), ValueError, "ARG is"),
     (((step08.rope_tables, lambda: dict(head_dim=8, max_positions=4)),), dict(device=(2.5,)), TypeError, "device"),
-    (((step08.fused_norm_router, router),), dict(scoring=(np.zeros(2), ["max"], 3), group_score=(np.zeros(2), ["max"], 3)), ValueError, "ARG is"),
+    (((step08.fused_norm_router, route),), dict(scoring=(np.zeros(2), ["max"], 3), group_score=(np.zeros(2), ["max"], 3)), ValueError, "ARG is"),
     (EXPLAIN, dict(problem=(None, [1, 2], torch.ones(2)), page_size=("16",), sinks=(torch.ones(4),), ragged=(None,), windows=([1],)), TypeError, "ARG"),
     (EXPLAIN, dict(page_size=(-4,), device=("gpu",)), ValueError, "ARG"),
     (EXPLAIN_DECODE, dict(windows=("all",)), TypeError, "windows"), (EXPLAIN_DECODE, dict(softcap=(-1.0,)), ValueError, "softcap"),
@@ -193,7 +163,7 @@ def test_refusal(entry, make, argument, bad, errors, words):
 
 
 def test_out_that_wants_gradients():
-    for (entry, make), shape in zip(ATTENTION, ((2, 4, 6, 16), (2, 3, 4, 16), (2, 3, 4, 16))):
+    for (entry, make), shape in zip(ATTENTION, ((2, 4, 6, 16), (2, 2, 4, 16), (2, 2, 4, 16))):
         out = torch.empty(shape, requires_grad=True)
         with pytest.raises(NotImplementedError, match="out requires gradients"):
             entry(**make(), out=out)
@@ -206,7 +176,7 @@ def test_out_that_wants_gradients():
 
 def test_out_over_an_input():
     """Over K and V it would change what later rows read; over q, element for element, every row was read before."""
-    x = dense()
+    x = heads()
     wanted = step08.dflash2_attention(**x)
     room = torch.randn(2 * 4 * 16 * 9 + 48)
     v = room[: 2 * 2 * 9 * 16].view(2, 2, 9, 16).copy_(x["v"])
@@ -229,13 +199,13 @@ def test_out_over_an_input():
 
 
 def test_numbers_of_numpy():
-    given, route = schedule(), router()
+    given, rows = schedule(), route()
     found = step08.get_decode_schedule(**{name: np.int64(n) if isinstance(n, int) else n for name, n in given.items()})
     assert torch.equal(found, step08.get_decode_schedule(**given))
     assert step08.yarn_mscale(np.float32(4)) == pytest.approx(0.1 * math.log(4) + 1)
     assert torch.equal(step08.rope_tables(8, 4, np.float32(500))[0], step08.rope_tables(8, 4, 500.0)[0])
-    wanted = step08.fused_norm_router(**route, eps=1e-3, routed_scaling_factor=2.5)
-    found = step08.fused_norm_router(**route, eps=np.float32(1e-3), routed_scaling_factor=np.float32(2.5))
+    wanted = step08.fused_norm_router(**rows, eps=1e-3, routed_scaling_factor=2.5)
+    found = step08.fused_norm_router(**rows, eps=np.float32(1e-3), routed_scaling_factor=np.float32(2.5))
     torch.testing.assert_close(found, wanted)
 
 

@@ -1,7 +1,25 @@
+# ruff: noqa: E501  (rows of a table)
 """What surrounds a call must not change its numbers in silence: autocast, gradients, transforms, tensors of other kinds."""
+
+from contextlib import contextmanager
 
 import pytest
 import torch
+from support.calls import (
+    LENGTHS,
+    TABLE,
+    append,
+    cached,
+    chunk,
+    groups,
+    heads,
+    latent,
+    mla_append,
+    packed,
+    paged,
+    random,
+    route,
+)  # fmt: skip
 from torch.autograd import forward_ad
 
 import ladder.step08_dflash2 as step08
@@ -22,8 +40,6 @@ from ladder.step08_dflash2.block import AttentionBatch, DFlash2AttentionBlock, D
 
 pytestmark = pytest.mark.filterwarnings("default")  # torch warns of its own transforms and nested tensors
 
-STARTS = torch.tensor([0, 2, 6], dtype=torch.int32)
-LENGTHS, TABLE = torch.tensor([5, 7], dtype=torch.int32), torch.tensor([[0, 3], [5, 2]], dtype=torch.int32)
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 
 
@@ -39,61 +55,6 @@ def path(request, monkeypatch):
 def to(path, arguments):
     """The arguments where ``path`` runs."""
     return {name: x.cuda() if isinstance(x, torch.Tensor) and path == "gpu" else x for name, x in arguments.items()}
-
-
-def random(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-def heads(heads_q=4, heads_kv=2):
-    return dict(q=random(2, heads_q, 6, 16), k=random(2, heads_kv, 9, 16), v=random(2, heads_kv, 9, 16))
-
-
-def packed():
-    return dict(q=random(6, 4, 16), k=random(7, 2, 16), v=random(7, 2, 16), cu_seqlens_q=STARTS,
-                cu_seqlens_k=torch.tensor([0, 3, 7], dtype=torch.int32))  # fmt: skip
-
-
-def paged(q_len=2):
-    return dict(q=random(2, q_len, 4, 16), k_cache=random(6, 4, 2, 16), v_cache=random(6, 4, 2, 16), block_table=TABLE, seq_lens=LENGTHS)
-
-
-def chunk():
-    return {**paged(), "q": random(6, 4, 16), "cu_seqlens_q": STARTS}
-
-
-def latent():
-    return dict(q=random(2, 2, 4, 24), latent_cache=random(6, 4, 24), block_table=TABLE, seq_lens=LENGTHS, scale=0.2, head_dim_v=16)
-
-
-def append(fused=None):
-    cos, sin = step08.rope_tables(16, 64)
-    return dict(
-        x=random(5, 64), weight_qkv=random(128, 64) / 8, cos=cos, sin=sin, positions=torch.arange(5), fused=fused,
-        k_cache=torch.zeros(4, 4, 2, 16), v_cache=torch.zeros(4, 4, 2, 16), slot_mapping=torch.arange(5),
-        num_heads=4, num_kv_heads=2, head_dim=16,
-    )  # fmt: skip
-
-
-def mla_append(fused=None):
-    cos, sin = step08.rope_tables(8, 64)
-    return dict(
-        x=random(5, 64), weight=random(24, 64) / 8, kv_norm_weight=torch.ones(16), cos=cos, sin=sin, positions=torch.arange(5),
-        latent_cache=torch.zeros(4, 4, 24), slot_mapping=torch.arange(5), q_pe=random(5, 4, 8), fused=fused,
-    )  # fmt: skip
-
-
-def route(fused=None):
-    return dict(x=random(5, 64), residual=random(5, 64), norm_weight=torch.ones(64), gate_weight=random(8, 64), top_k=2, fused=fused)
-
-
-def groups():
-    return dict(x=random(5, 32), weight=random(4, 32, 16), offsets=torch.tensor([0, 2, 2, 4, 5], dtype=torch.int32))
-
-
-def cached():
-    return dict(q=random(2, 1, 4, 16), k_cache=random(2, 8, 2, 16), v_cache=random(2, 8, 2, 16), cache_seqlens=LENGTHS - 1,
-                k=random(2, 1, 2, 16), v=random(2, 1, 2, 16), causal=True)  # fmt: skip
 
 
 def batch(decode):
@@ -192,41 +153,54 @@ def first_tensor(arguments):
     return next(name for name, x in arguments.items() if isinstance(x, torch.Tensor))
 
 
-@pytest.mark.parametrize("name", FORWARD_ONLY)
-def test_forward_mode_derivatives_are_refused(name, monkeypatch):
-    """A kernel would drop the tangent, which reads as a derivative of zero."""
+@contextmanager
+def spoiled(x, kind):
+    """``x`` as a kernel cannot have it, and what is said of it."""
+    if kind == "tangent":  # a kernel would drop it, which reads as a derivative of zero
+        with forward_ad.dual_level():
+            yield forward_ad.make_dual(x, torch.ones_like(x)), "has a forward-mode tangent; forward only"
+    elif kind == "gradient":
+        yield x.clone().requires_grad_(), "requires gradients; forward only"
+    elif kind == "sparse_coo":
+        yield x.to_sparse(), "is a sparse_coo tensor; want a dense one"
+    else:
+        layout = torch.jagged if kind == "jagged" else torch.strided
+        yield torch.nested.nested_tensor(list(x), layout=layout), "is a nested tensor; want a dense one"
+
+
+FIRST = [r.name for r in rungs.RUNGS if r.number < 5] + ["step04 varlen"]
+OF_RUNGS = ["step05_fused", "step06 decode", "step07 decode", "step08_dflash2", "varlen", "decode", "mla_decode", "append", "router"]
+NO_GRAPH = [name for name in FORWARD_ONLY if not name.startswith("flash_attn")]  # their backward says the same
+
+
+@pytest.mark.parametrize("name, kind", [
+    *((name, "tangent") for name in FORWARD_ONLY), *((name, "gradient") for name in NO_GRAPH),
+    *((name, kind) for name in (*FIRST, *OF_RUNGS, "flash_attn") for kind in ("nested", "jagged", "sparse_coo")),
+])  # fmt: skip
+def test_what_no_kernel_can_read_is_refused(name, kind, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     entry, make = ENTRIES[name]
-    arguments = make()
-    argument = first_tensor(arguments)
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="has a forward-mode tangent; forward only"):
-        entry(**{**arguments, argument: forward_ad.make_dual(arguments[argument], torch.ones_like(arguments[argument]))})
+    floats = [n for n, x in make().items() if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    for argument in floats if kind == "gradient" else ["k"] if name in FIRST else floats[:1]:
+        arguments = make()
+        with spoiled(arguments[argument], kind) as (x, words):
+            with pytest.raises(ValueError if "dense" in words else NotImplementedError, match=f"{argument} {words}"):
+                entry(**{**arguments, argument: x})
 
 
-@pytest.mark.parametrize("name", [n for n in FORWARD_ONLY if not n.startswith("flash_attn")])
-def test_gradients_are_refused(name, monkeypatch):
-    """FlashAttention's functions may sit in a graph; their backward says the same."""
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    entry, make = ENTRIES[name]
-    arguments = make()
-    argument = first_tensor(arguments)
-    with pytest.raises(NotImplementedError, match="requires gradients; forward only"):
-        entry(**{**arguments, argument: arguments[argument].requires_grad_()})
+def test_without_gradients_a_kernel_runs():
+    q, k, v = heads().values()
+    with torch.no_grad():
+        assert rungs.find(5).attention(q.requires_grad_(), k, v).shape == q.shape
 
 
-@pytest.mark.parametrize("argument", ["weight"])
-def test_weights_of_experts_that_want_gradients(argument):
-    """They were multiplied without a word that nothing would come back."""
-    arguments = groups()
-    arguments[argument].requires_grad_()
-    with pytest.raises(NotImplementedError, match=f"{argument} requires gradients"):
-        grouped_matmul(**arguments)
-    x, ids = random(5, 8).requires_grad_(), torch.zeros(5, 2, dtype=torch.int32)
+def test_rows_that_want_gradients_are_not_permuted():
+    ids = torch.zeros(5, 2, dtype=torch.int32)
     with pytest.raises(NotImplementedError, match="x requires gradients"):
-        permute_rows(x, group_tokens(ids, 4))
+        permute_rows(random(5, 8).requires_grad_(), group_tokens(ids, 4))
 
 
-@pytest.mark.parametrize("name", ["step05_fused", "step06 decode", "step07 decode", "step08_dflash2", "varlen", "decode", "mla_decode", "append", "router"])
+@pytest.mark.parametrize("name", OF_RUNGS)
 def test_transforms_are_refused(name, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     entry, make = ENTRIES[name]
@@ -241,22 +215,6 @@ def test_transforms_are_refused(name, monkeypatch):
         torch.func.vmap(call)(x[None])
     with pytest.raises(NotImplementedError, match=f"{argument} (is inside a torch.func transform|requires gradients)"):
         torch.func.jvp(call, (x,), (torch.ones_like(x),))
-
-
-@pytest.mark.parametrize("name", ["step05_fused", "step06 decode", "step07 decode", "step08_dflash2", "varlen", "decode", "mla_decode", "append", "router", "flash_attn"])
-@pytest.mark.parametrize("kind", ["nested", "jagged", "sparse_coo"])
-def test_other_kinds_of_tensors_are_refused(name, kind, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    entry, make = ENTRIES[name]
-    arguments = make()
-    argument = first_tensor(arguments)
-    x = arguments[argument]
-    if kind == "sparse_coo":
-        arguments[argument] = x.to_sparse()
-    else:
-        arguments[argument] = torch.nested.nested_tensor(list(x), layout=torch.jagged if kind == "jagged" else torch.strided)
-    with pytest.raises(ValueError, match=f"{argument} is a {'nested' if kind != 'sparse_coo' else kind} tensor; want a dense one"):
-        entry(**arguments)
 
 
 def test_the_differentiable_rung_keeps_its_derivatives():
@@ -300,17 +258,6 @@ def test_flash_attention_refuses_transforms_before_it_writes():
     with pytest.raises(NotImplementedError, match="flash_attn_func: q is inside"):
         torch.func.grad(lambda q: fa.flash_attn_func(q, arguments["k_cache"], arguments["v_cache"]).sum())(arguments["q"])
     assert torch.equal(arguments["k_cache"], before)
-
-
-@pytest.mark.parametrize("kind", ["nested", "jagged", "sparse_coo"])
-@pytest.mark.parametrize("name", [r.name for r in rungs.RUNGS if r.number < 5] + ["step04 varlen"])
-def test_the_first_rungs_want_dense_tensors_too(name, kind):
-    arguments = heads(4, 4) if name != "step04 varlen" else packed()
-    x = arguments["k"]
-    layout = torch.jagged if kind == "jagged" else torch.strided
-    arguments["k"] = x.to_sparse() if kind == "sparse_coo" else torch.nested.nested_tensor(list(x), layout=layout)
-    with pytest.raises(ValueError, match=f"k is a {'nested' if kind != 'sparse_coo' else kind} tensor; want a dense one"):
-        ENTRIES[name][0](**arguments)
 
 
 def test_an_entry_may_stand_in_a_notebook():
