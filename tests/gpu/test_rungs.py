@@ -20,9 +20,7 @@ DTYPES = ("bfloat16", "float16")
 CLIMBED = [rung for rung in RUNGS if rung.number <= 5 or rung.number == 8]
 
 MODELS = {
-    f"{name} {Sq}x{Sk} {'causal' if causal else 'dense'}": AttentionProblem(
-        **shape, Sq=Sq, Sk=Sk, causal=causal
-    )
+    f"{name} {Sq}x{Sk} {'causal' if causal else 'dense'}": AttentionProblem(**shape, Sq=Sq, Sk=Sk, causal=causal)
     for name, shape in SHAPES.items()
     for Sq, Sk, causal in (
         (1024, 1024, True),
@@ -97,9 +95,7 @@ def far_apart(x, dim, stride):
 )
 @pytest.mark.parametrize("which", range(3), ids="qkv")
 def test_strides_past_2_to_31(which, dim, stride):
-    tensors = list(
-        AttentionProblem(B=2, Hq=3, Hkv=3, Sq=100, Sk=100, D=64, Dv=64, dtype="bfloat16").make(CUDA)
-    )
+    tensors = list(AttentionProblem(B=2, Hq=3, Hkv=3, Sq=100, Sk=100, D=64, Dv=64, dtype="bfloat16").make(CUDA))
     oracle = Oracle(*tensors, causal=True)
     tensors[which] = far_apart(tensors[which], dim, stride)
     out, lse = find(5).attention(*tensors, causal=True, return_lse=True)
@@ -119,9 +115,7 @@ def test_more_than_2_to_31_outputs():
 
 
 def test_same_bits_on_100_runs():
-    q, k, v = AttentionProblem(
-        Hq=8, Hkv=2, Sq=1000, Sk=1500, D=128, Dv=128, causal=True, dtype="bfloat16"
-    ).make(CUDA)
+    q, k, v = AttentionProblem(Hq=8, Hkv=2, Sq=1000, Sk=1500, D=128, Dv=128, causal=True, dtype="bfloat16").make(CUDA)
     first, first_lse = find(5).attention(q, k, v, causal=True, return_lse=True)
     for _ in range(100):
         out, lse = find(5).attention(q, k, v, causal=True, return_lse=True)
@@ -188,9 +182,7 @@ def test_one_compile_for_all_lengths():
         return sum(len(caches[0]) for caches in kernel.device_caches.values())
 
     def call(length):
-        q, k, v = AttentionProblem(Hq=2, Hkv=2, Sq=length, Sk=length, D=64, Dv=64, dtype="bfloat16").make(
-            CUDA
-        )
+        q, k, v = AttentionProblem(Hq=2, Hkv=2, Sq=length, Sk=length, D=64, Dv=64, dtype="bfloat16").make(CUDA)
         find(5).attention(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)), causal=True)
 
     call(101)

@@ -192,10 +192,7 @@ def test_two_halves_merge_into_the_whole(rung):
         left, left_lse = attention(q, k[:, :, :cut], v[:, :, :cut], return_lse=True)
         right, right_lse = attention(q, k[:, :, cut:], v[:, :, cut:], return_lse=True)
         merged_lse = torch.logaddexp(left_lse, right_lse)
-        merged = (
-            left * (left_lse - merged_lse).exp()[..., None]
-            + right * (right_lse - merged_lse).exp()[..., None]
-        )
+        merged = left * (left_lse - merged_lse).exp()[..., None] + right * (right_lse - merged_lse).exp()[..., None]
         close(merged_lse, lse)
         close(merged, out)
 
@@ -208,13 +205,9 @@ def test_lse_is_that_of_the_scores(rung):
         q, k, v, causal = problem
         assert has_lse(rung.attention)
         _, lse = attention(q, k, v, causal=causal, scale=0.3, return_lse=True)
-        scores = (
-            0.3 * q.double() @ k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(2, 3)
-        )
+        scores = 0.3 * q.double() @ k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(2, 3)
         if causal:
-            hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=DEVICE).triu(
-                1 + k.shape[2] - q.shape[2]
-            )
+            hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=DEVICE).triu(1 + k.shape[2] - q.shape[2])
             scores = scores.masked_fill(hidden, float("-inf"))
         close(lse, scores.logsumexp(-1).float())
 
