@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (rows of a table)
 """Errors name the argument, what came and what is wanted: every branch of the contract, in every rung that promises it."""
 
 import math

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (rows of a table)
 """Classic attention bugs, planted one at a time into a rung's source: the edge matrix has to catch every one.
 
 A mutant is a copy of the rung's package in which one piece of text is another. Each mutant names the case that catches

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (rows of a table)
 """What every rung promises that attends over pages: the edge cases of decode, and the errors a user sees."""
 
 from functools import partial

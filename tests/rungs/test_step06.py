@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (rows of a table)
 """Rung 06: the paged cache, decode over it, the merge of its splits, and the errors a user sees."""
 
 import random
@@ -10,6 +11,7 @@ from support.decode_checks import DEVICE
 
 from ladder.lab.decode_problem import DecodeProblem
 from ladder.lab.parity import poison
+from ladder.lab.problem import reference
 from ladder.rungs import find
 from ladder.step06_paged import PagedKVCache, attention, choose_num_splits, decode_bytes_moved, paged_decode
 
@@ -25,13 +27,12 @@ def test_choose_num_splits():
     assert choose_num_splits(1, 64, 64, 132) == 1  # one tile cannot be split
     assert choose_num_splits(1, 128, 64, 132) == 2
     for tasks in range(1, 600):
-        splits = choose_num_splits(tasks, 1 << 20, 64, 132)
-        waves = splits * tasks / 264
-        assert 1 <= splits <= max(1, 528 // tasks)
-        if waves / -(-splits * tasks // 264) < 0.85:  # then no number of splits reaches it, and none does better
-            assert all(s * tasks / 264 / -(-s * tasks // 264) <= waves / -(-splits * tasks // 264) for s in range(1, max(2, 528 // tasks + 1)))
+        splits, most = choose_num_splits(tasks, 1 << 20, 64, 132), max(1, 528 // tasks)
+        filled = {s: s * tasks / 264 / -(-s * tasks // 264) for s in range(1, most + 1)}
+        if filled[splits] < 0.85:  # then no number of splits reaches it, and none does better
+            assert filled[splits] == max(filled.values())
         else:
-            assert all(s * tasks / 264 / -(-s * tasks // 264) < 0.85 for s in range(1, splits))
+            assert all(filled[s] < 0.85 for s in range(1, splits))
 
 
 def test_decode_bytes_moved():
@@ -46,10 +47,7 @@ def test_decode_bytes_moved():
 
 def new_tokens(n, t, heads=2, dim=8, dim_v=4, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return (
-        torch.randn(n, t, heads, dim, generator=generator).to(DEVICE),
-        torch.randn(n, t, heads, dim_v, generator=generator).to(DEVICE),
-    )
+    return tuple(torch.randn(n, t, heads, d, generator=generator).to(DEVICE) for d in (dim, dim_v))
 
 
 def small_cache(**changes):
@@ -80,17 +78,17 @@ def test_append_then_read_back(page_size):
 
 
 def test_decode_from_an_appended_cache():
-    cache = PagedKVCache(12, 16, num_kv_heads=2, head_dim=32, max_seqs=2, max_seq_len=64, dtype=torch.float16, device=DEVICE)
+    sizes = dict(num_kv_heads=2, head_dim=32, max_seqs=2, max_seq_len=64)
+    cache = PagedKVCache(12, 16, **sizes, dtype=torch.float16, device=DEVICE)
     poison(cache.k_pages, cache.v_pages)
     q = torch.randn(2, 1, 4, 32).to(DEVICE, torch.float16)
     for step in range(3):
-        cache.append(*(torch.randn(2, 13, 2, 32, generator=torch.Generator().manual_seed(step)).to(DEVICE, torch.float16) for _ in range(2)))
+        cache.append(*(x.half() for x in new_tokens(2, 13, 2, 32, 32, seed=step)))
         out = paged_decode(q, cache.k_pages, cache.v_pages, cache.block_table, cache.seq_lens)
         for b in range(2):
             k, v = (x.transpose(0, 1)[None] for x in cache.read(b))
-            want = torch.softmax((q[b].transpose(0, 1)[None].double() @ k.repeat_interleave(2, 1).double().mT) / 32**0.5, -1)
-            want = (want @ v.repeat_interleave(2, 1).double())[0, :, 0]
-            assert (out[b, 0].double() - want).abs().max() < 2e-3
+            want, _ = reference(q[b].transpose(0, 1)[None], k, v)
+            assert (out[b, 0].double() - want[0, :, 0]).abs().max() < 2e-3
 
 
 def test_free_gives_pages_back():
@@ -105,70 +103,55 @@ def test_free_gives_pages_back():
     assert torch.equal(cache.read(0)[0], new_tokens(3, 9)[0][0])
 
 
-def test_a_full_cache_stores_nothing():
-    cache = small_cache()
-    cache.append(*new_tokens(2, 16))
-    before = cache.k_pages.clone(), cache.block_table.clone()
-    with pytest.raises(MemoryError, match="PagedKVCache: sequence 2 needs 3 more pages; 2 are free"):
-        cache.append(*new_tokens(1, 9), [2])
-    with pytest.raises(ValueError, match="sequence 0 would have 21 tokens; its row of the block table holds 20"):
-        cache.append(*new_tokens(2, 5))
-    assert cache.seq_lens.tolist() == [16, 16, 0] and cache.free_pages == 2
-    assert torch.equal(cache.k_pages.nan_to_num(), before[0].nan_to_num()) and torch.equal(cache.block_table, before[1])
-
-
-def test_cache_rejects():
-    cache = small_cache()
+def both(c, *seqs, **changes):
+    """``append`` of 3 new tokens to 2 sequences, k or v replaced."""
     k, v = new_tokens(2, 3)
-    for args, message in (
-        ((k[0], v), r"k has shape \(3, 2, 8\); want"),
-        ((k, v[:, :2]), r"v has shape \(2, 2, 2, 4\); want \(2, 3, 2, 4\)"),
-        ((k, k), r"v has shape \(2, 3, 2, 8\); want \(2, 3, 2, 4\)"),
-        ((k.half(), v), "k has dtype torch.float16; want torch.float32, the dtype of the cache"),
-        ((k, v, [0]), r"k has shape \(2, 3, 2, 8\); want \(1, 3, 2, 8\)"),
-        ((k, v, [1, 1]), r"seqs is \[1, 1\]; want every sequence once"),
-        ((k, v, [0, 3]), r"seq is 3; want 0 .. 2"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            cache.append(*args)
-    for name in ("num_pages", "page_size", "num_kv_heads", "head_dim", "max_seqs", "max_seq_len"):
-        with pytest.raises(ValueError, match=f"PagedKVCache: {name} is 0; want an integer of at least 1"):
-            small_cache(**{name: 0})
+    c.append(*{**dict(k=k, v=v), **changes}.values(), *seqs)
 
 
-BAD_BOOKS = {
-    "half a token": (TypeError, "num_tokens is 1.5; want an integer of at least 0", lambda c: c.allocate(0, 1.5)),
-    "True tokens": (TypeError, "num_tokens is True; want an integer", lambda c: c.allocate(0, True)),
-    "no token count": (TypeError, "num_tokens is None; want an integer", lambda c: c.allocate(0, None)),
-    "-1 tokens": (ValueError, "num_tokens is -1; want an integer of at least 0", lambda c: c.allocate(0, -1)),
-    "allocate for a": (TypeError, "seq is 'a'; want an integer, 0 .. 1", lambda c: c.allocate("a", 1)),
-    "lists": (TypeError, r"k is a list; want a torch.Tensor \(n, t, 2, 8\)", lambda c: c.append([1], [2])),
-    "v no tensor": (TypeError, r"v is a list; want a torch.Tensor \(2, 3, 2, 4\)", lambda c: c.append(new_tokens(2, 3)[0], [2])),
-    "k of no dims": (ValueError, r"k has shape \(\); want", lambda c: c.append(torch.zeros(()), torch.zeros(()))),
-    "k of 1 dim": (ValueError, r"k has shape \(2,\); want \(n, t, 2, 8\)", lambda c: c.append(torch.zeros(2), torch.zeros(2))),
-    "too many": (ValueError, "k has 3 sequences; want 2 at most, max_seqs of the cache", lambda c: c.append(*new_tokens(3, 1))),
-    "seqs a": (TypeError, "seq is 'a'; want an integer, 0 .. 1", lambda c: c.append(*new_tokens(1, 1), seqs=["a"])),
-    "seqs 0.5": (TypeError, "seq is 0.5; want an integer, 0 .. 1", lambda c: c.append(*new_tokens(1, 1), seqs=[0.5])),
-    "seqs True": (TypeError, "seq is True; want an integer, 0 .. 1", lambda c: c.append(*new_tokens(1, 1), seqs=[True])),
-    "seqs 1": (TypeError, "seqs is 1; want a sequence of integers, or None", lambda c: c.append(*new_tokens(1, 1), seqs=1)),
-    "seqs a 0-dim tensor": (TypeError, "seqs is 1; want", lambda c: c.append(*new_tokens(1, 1), seqs=torch.tensor(1))),
-    "float tensor": (TypeError, "seq is 1.0; want an integer", lambda c: c.append(*new_tokens(1, 1), seqs=torch.ones(1))),
-    "free a": (TypeError, "seq is 'a'; want an integer", lambda c: c.free("a")),
-    "read 2": (ValueError, "seq is 2; want 0 .. 1", lambda c: c.read(2)),
-}  # fmt: skip
+def one(c, seqs):
+    c.append(*new_tokens(1, 1), seqs=seqs)
 
 
-@pytest.mark.parametrize("name", BAD_BOOKS)
-def test_an_error_leaves_the_books_alone(name):
-    error, message, call = BAD_BOOKS[name]
-    cache = small_cache(max_seqs=2)
+BAD_BOOKS = (
+    (TypeError, "num_tokens is 1.5; want an integer of at least 0", lambda c: c.allocate(0, 1.5)),
+    (TypeError, "num_tokens is True; want an integer", lambda c: c.allocate(0, True)),
+    (TypeError, "num_tokens is None; want an integer", lambda c: c.allocate(0, None)),
+    (ValueError, "num_tokens is -1; want an integer of at least 0", lambda c: c.allocate(0, -1)),
+    (TypeError, "seq is 'a'; want an integer, 0 .. 1", lambda c: c.allocate("a", 1)),
+    (TypeError, r"k is a list; want a torch.Tensor \(n, t, 2, 8\)", lambda c: both(c, k=[1])),
+    (TypeError, r"v is a list; want a torch.Tensor \(2, 3, 2, 4\)", lambda c: both(c, v=[2])),
+    (ValueError, r"k has shape \(\); want", lambda c: both(c, k=torch.zeros(()))),
+    (ValueError, r"k has shape \(2,\); want \(n, t, 2, 8\)", lambda c: both(c, k=torch.zeros(2))),
+    (ValueError, r"k has shape \(3, 2, 8\); want", lambda c: both(c, k=new_tokens(1, 3)[0][0])),
+    (ValueError, r"v has shape \(2, 2, 2, 4\); want \(2, 3, 2, 4\)", lambda c: both(c, v=new_tokens(2, 2)[1])),
+    (ValueError, r"v has shape \(2, 3, 2, 8\); want \(2, 3, 2, 4\)", lambda c: both(c, v=new_tokens(2, 3)[0])),
+    (ValueError, "k has dtype torch.float16; want torch.float32, the dtype of the cache", lambda c: both(c, k=new_tokens(2, 3)[0].half())),
+    (ValueError, r"k has shape \(2, 3, 2, 8\); want \(1, 3, 2, 8\)", lambda c: both(c, [0])),
+    (ValueError, "k has 3 sequences; want 2 at most, max_seqs of the cache", lambda c: c.append(*new_tokens(3, 1))),
+    (ValueError, r"seqs is \[1, 1\]; want every sequence once", lambda c: both(c, [1, 1])),
+    (ValueError, "seq is 3; want 0 .. 1", lambda c: both(c, [0, 3])),
+    (TypeError, "seq is 'a'; want an integer, 0 .. 1", lambda c: one(c, ["a"])),
+    (TypeError, "seq is 0.5; want an integer, 0 .. 1", lambda c: one(c, [0.5])),
+    (TypeError, "seq is True; want an integer, 0 .. 1", lambda c: one(c, [True])),
+    (TypeError, "seqs is 1; want a sequence of integers, or None", lambda c: one(c, 1)),
+    (TypeError, "seqs is 1; want", lambda c: one(c, torch.tensor(1))),
+    (TypeError, "seq is 1.0; want an integer", lambda c: one(c, torch.ones(1))),
+    (ValueError, "sequence 0 would have 21 tokens; its row of the block table holds 20", lambda c: c.append(*new_tokens(2, 14))),
+    (MemoryError, "sequence 1 needs 3 more pages; 1 are free", lambda c: c.append(*new_tokens(2, 13), [0, 1])),
+    (TypeError, "seq is 'a'; want an integer", lambda c: c.free("a")),
+    (ValueError, "seq is 2; want 0 .. 1", lambda c: c.read(2)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("error, message, call", BAD_BOOKS, ids=[message for _, message, _ in BAD_BOOKS])
+def test_an_error_leaves_the_books_alone(error, message, call):
+    cache = small_cache(num_pages=8 if error is MemoryError else 10, max_seqs=2)
     cache.append(*new_tokens(2, 7))
-    table = cache.block_table.clone()
+    before, pages = books(cache), cache.k_pages.clone()
     with pytest.raises(error, match="PagedKVCache: " + message):
         call(cache)
-    assert [cache.length(s) for s in range(2)] == cache.seq_lens.tolist() == [7, 7]
-    assert cache.free_pages == 6 and torch.equal(cache.block_table, table)
-    assert torch.equal(cache.read(1)[0], new_tokens(2, 7)[0][1])
+    assert books(cache) == before and torch.equal(cache.k_pages.nan_to_num(), pages.nan_to_num())
 
 
 class Broken(BaseException):
@@ -176,13 +159,13 @@ class Broken(BaseException):
 
 
 def books(cache):
-    return (cache.seq_lens.tolist(), cache.block_table.tolist(), [cache.length(s) for s in range(3)], [list(p) for p in cache._pages],
-            list(cache._free))  # fmt: skip
+    lengths = [cache.length(s) for s in range(len(cache.seq_lens))]
+    return cache.seq_lens.tolist(), cache.block_table.tolist(), lengths, [list(p) for p in cache._pages], list(cache._free)
 
 
 @pytest.mark.parametrize("place", ("allocate", "write", "the middle of write"))
 def test_an_append_that_fails_changes_nothing(place, monkeypatch):
-    """Appends of random sizes to random sequences, half of which fail: the books after are those before, and the next goes on."""
+    """Appends of random sizes to random sequences, half of which fail: the books are then as before, and the next goes on."""
     cache, generator, stored, failed = small_cache(), random.Random(place), [[], [], []], 0
     for step in range(60):
         seqs = generator.sample(range(3), generator.randint(1, 3))
@@ -240,6 +223,8 @@ def test_inference_mode_or_not_is_the_same():
 @pytest.mark.parametrize(
     "changes, error, message",
     (
+        *((dict([(n, 0)]), ValueError, f"{n} is 0; want an integer of at least 1")
+          for n in ("num_pages", "page_size", "num_kv_heads", "head_dim", "max_seqs", "max_seq_len")),
         (dict(num_pages=2.0), TypeError, "num_pages is 2.0; want an integer of at least 1"),
         (dict(max_seqs=True), TypeError, "max_seqs is True; want an integer of at least 1"),
         (dict(page_size="16"), TypeError, "page_size is '16'; want an integer of at least 1"),
@@ -247,7 +232,7 @@ def test_inference_mode_or_not_is_the_same():
         (dict(dtype=torch.float64), ValueError, "dtype is torch.float64; want float16, bfloat16 or float32"),
         (dict(dtype="float16"), TypeError, "dtype is 'float16'; want a torch.dtype"),
     ),
-)
+)  # fmt: skip
 def test_cache_that_cannot_be(changes, error, message):
     options = dict(num_pages=10, page_size=4, num_kv_heads=2, head_dim=8, max_seqs=3, max_seq_len=20)
     with pytest.raises(error, match="PagedKVCache: " + message):
@@ -255,7 +240,7 @@ def test_cache_that_cannot_be(changes, error, message):
 
 
 def test_integers_of_numpy():
-    cache = small_cache(**{name: np.int64(n) for name, n in dict(num_pages=10, page_size=4, max_seqs=3, max_seq_len=20).items()})
+    cache = small_cache(num_pages=np.int64(10), page_size=np.int64(4), max_seqs=np.int64(3), max_seq_len=np.int64(20))
     k, v = new_tokens(2, 5)
     cache.append(k, v, np.array([2, 0]))
     cache.append(k, v, torch.tensor([2, 0]))

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (rows of a table)
 """Rung 07: prefill in every form, packed decode, MLA, tokens grouped by expert, and the errors a user sees."""
 
 import os

@@ -22,7 +22,8 @@ def packed():
 
 
 def paged(q_len=2):
-    return dict(q=random(2, q_len, 4, 16), k_cache=random(6, 4, 2, 16), v_cache=random(6, 4, 2, 16), block_table=TABLE, seq_lens=LENGTHS)
+    caches = dict(k_cache=random(6, 4, 2, 16), v_cache=random(6, 4, 2, 16))
+    return dict(q=random(2, q_len, 4, 16), **caches, block_table=TABLE, seq_lens=LENGTHS)
 
 
 def chunk():
@@ -30,7 +31,8 @@ def chunk():
 
 
 def latent():
-    return dict(q=random(2, 2, 4, 24), latent_cache=random(6, 4, 24), block_table=TABLE, seq_lens=LENGTHS, scale=0.2, head_dim_v=16)
+    pages = dict(latent_cache=random(6, 4, 24), block_table=TABLE, seq_lens=LENGTHS)
+    return dict(q=random(2, 2, 4, 24), **pages, scale=0.2, head_dim_v=16)
 
 
 def append(fused=None):
@@ -45,13 +47,15 @@ def append(fused=None):
 def mla_append(fused=None):
     cos, sin = step08.rope_tables(8, 64)
     return dict(
-        x=random(5, 64), weight=random(24, 64) / 8, kv_norm_weight=torch.ones(16), cos=cos, sin=sin, positions=torch.arange(5),
+        x=random(5, 64), weight=random(24, 64) / 8, kv_norm_weight=torch.ones(16),
+        cos=cos, sin=sin, positions=torch.arange(5),
         latent_cache=torch.zeros(4, 4, 24), slot_mapping=torch.arange(5), q_pe=random(5, 4, 8), fused=fused,
     )  # fmt: skip
 
 
 def route(fused=None):
-    return dict(x=random(5, 64), residual=random(5, 64), norm_weight=torch.ones(64), gate_weight=random(8, 64), top_k=2, fused=fused)
+    weights = dict(norm_weight=torch.ones(64), gate_weight=random(8, 64))
+    return dict(x=random(5, 64), residual=random(5, 64), **weights, top_k=2, fused=fused)
 
 
 def groups():
@@ -59,5 +63,5 @@ def groups():
 
 
 def cached():
-    return dict(q=random(2, 1, 4, 16), k_cache=random(2, 8, 2, 16), v_cache=random(2, 8, 2, 16), cache_seqlens=LENGTHS - 1,
-                k=random(2, 1, 2, 16), v=random(2, 1, 2, 16), causal=True)  # fmt: skip
+    caches = dict(k_cache=random(2, 8, 2, 16), v_cache=random(2, 8, 2, 16), cache_seqlens=LENGTHS - 1)
+    return dict(q=random(2, 1, 4, 16), **caches, k=random(2, 1, 2, 16), v=random(2, 1, 2, 16), causal=True)

@@ -61,8 +61,8 @@ def inputs_of(problem, layout=None):
 
 def latent_inputs(**changes):
     """A problem of MLA and its tensors."""
-    problem = DecodeProblem(**{**dict(B=2, Hq=5, Hkv=1, D=48, Dv=32, latent=True, page_size=16, dtype="float16", lengths=(0, 40),
-                                      max_context=64, scale=0.2), **changes})  # fmt: skip
+    small = dict(B=2, Hq=5, Hkv=1, D=48, Dv=32, page_size=16, lengths=(0, 40), max_context=64, scale=0.2)
+    problem = DecodeProblem(**{**small, "latent": True, "dtype": "float16", **changes})
     return problem, problem.make(DEVICE)
 
 

@@ -30,7 +30,7 @@ def starts(lengths, dtype=torch.int32):
 
 
 def check_ragged(attention_varlen, name, causal, index_dtype=torch.int32):
-    """Assert that every sequence of a batch comes out as it does alone, log-sum-exp included; NaN lies around the tensors."""
+    """Assert that every sequence of a batch comes out as it does alone, log-sum-exp too, with NaN around the tensors."""
     lengths_q, lengths_k = LENGTHS[name]
     q, k, v = (inside_nan(x) for x in packed(lengths_q, lengths_k))
     bounds = [starts(lengths, index_dtype) for lengths in (lengths_q, lengths_k)]
