@@ -5,8 +5,8 @@ import ast
 import pytest
 from support import ROOT
 
-# From the ground up: a file may import its own floor and those below. "stepNN" stands for the rungs, which have an order
-# of their own; commands by their old names stand on the roof.
+# From the ground up: a file may import its own floor and those below. "stepNN" stands for the rungs, which have an
+# order of their own; commands by their old names stand on the roof.
 OLD_COMMANDS = ("bench_v1", "bench_v2", "bench_fusion", "bench_variants", "bench_multi_gpu")
 FLOORS = (
     ("contract", "rungs"), ("stepNN",), ("lab", "integrations"), ("engine", "profile", "climb"), ("bench", "chapters"),

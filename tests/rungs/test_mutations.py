@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.checks import CASES, DEVICE, check, small_tiles
-from support.ragged import check_ragged
+from support.ragged import LENGTHS, check_ragged
 from support.step08_checks import WINDOWS, WindowOracle
 
 from ladder.lab.parity import nan_allocations
@@ -179,9 +179,8 @@ def plant(tmp_path, monkeypatch):
         shutil.copytree(source, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
         file = tmp_path / package / mutant.file
         text = file.read_text()
-        assert text.count(mutant.old) == mutant.times, (
-            f"the text to change stands {text.count(mutant.old)} times in {mutant.file}"
-        )
+        found = text.count(mutant.old)
+        assert found == mutant.times, f"the text to change stands {found} times in {mutant.file}"
         assert mutant.old != mutant.new
         file.write_text(text.replace(mutant.old, mutant.new))
         importlib.invalidate_caches()
@@ -228,7 +227,7 @@ def check_mutant(module, case):
     elif case == "ragged":
         with small_tiles(module.attention):
             entry = module.dflash2_varlen if hasattr(module, "dflash2_varlen") else module.attention_varlen
-            check_ragged(entry, "mixed", True)
+            check_ragged(entry, *LENGTHS["mixed"], causal=True)
     else:
         check(module.attention, CASES[case], small=True)
 
@@ -239,33 +238,16 @@ def test_bug_is_caught(plant, mutant):
     module = plant(mutant)
     with pytest.raises(AssertionError) as caught:
         check_mutant(module, mutant.case)
-    assert any(
-        word in str(caught.value) for word in ("max error", "not finite", "lse", "not 0", "log-sum-exp")
-    ), caught.value
+    words = ("max error", "not finite", "lse", "not 0", "log-sum-exp")
+    assert any(word in str(caught.value) for word in words), caught.value
 
 
 @pytest.mark.parametrize("rung", (*range(1, 6), 8))
 def test_a_copy_without_a_bug_passes(plant, rung):
     """The control: what catches the mutants is the bug, not the copying."""
-    harmless = {
-        1: "(q * scale) @",
-        2: "acc = q.new_zeros",
-        3: "acc *= rescale",
-        4: "acc *= rescale",
-        5: "acc = acc * rescale",
-        8: "acc = acc * rescale",
-    }
-    old = harmless[rung]
-    module = plant(
-        Mutant(
-            rung,
-            "none",
-            old,
-            f"{old.replace(' ', '  ', 1)}",
-            "",
-            {5: "kernel.py", 8: "portable/prefill_kernel.py"}.get(rung, "attention.py"),
-        )
-    )
+    old = {1: "(q * scale) @", 2: "acc = q.new_zeros", 3: "acc *= rescale", 4: "acc *= rescale"}.get(rung, "acc = acc * rescale")
+    file = {5: "kernel.py", 8: "portable/prefill_kernel.py"}.get(rung, "attention.py")
+    module = plant(Mutant(rung, "none", old, old.replace(" ", "  ", 1), "", file))
     assert module.attention is not find(rung).attention
     for case in sorted({m.case for m in MUTANTS if m.rung == rung}):
         check_mutant(module, case)

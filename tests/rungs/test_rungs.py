@@ -134,7 +134,7 @@ VARLEN = {4: find(4).module.attention_varlen, 7: partial(find(7).module.attentio
 @pytest.mark.parametrize("index_dtype", (torch.int32, torch.int64), ids=str)
 @pytest.mark.parametrize("rung", VARLEN)
 def test_ragged_batch(rung, index_dtype, causal, name):
-    check_ragged(VARLEN[rung], name, causal, index_dtype)
+    check_ragged(VARLEN[rung], *LENGTHS[name], causal, index_dtype)
 
 
 def test_ragged_batch_without_lse_and_with_scale():

@@ -29,15 +29,14 @@ def starts(lengths, dtype=torch.int32):
     return torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0)], dtype=dtype, device=DEVICE)
 
 
-def check_ragged(attention_varlen, name, causal, index_dtype=torch.int32):
-    """Assert that every sequence of a batch comes out as it does alone, log-sum-exp too, with NaN around the tensors."""
-    lengths_q, lengths_k = LENGTHS[name]
-    q, k, v = (inside_nan(x) for x in packed(lengths_q, lengths_k))
+def check_ragged(attention_varlen, lengths_q, lengths_k, causal, index_dtype=torch.int32, **sizes):
+    """Assert that each sequence of a batch comes out as it does alone, log-sum-exp too, with NaN around the tensors."""
+    q, k, v = (inside_nan(x) for x in packed(lengths_q, lengths_k, **sizes))
     bounds = [starts(lengths, index_dtype) for lengths in (lengths_q, lengths_k)]
     with nan_allocations():
         out, lse = attention_varlen(q, k, v, *bounds, causal=causal, return_lse=True)
-    assert out.shape == (sum(lengths_q), 6, 8) and out.dtype == q.dtype
-    assert lse.shape == (6, sum(lengths_q)) and lse.dtype == torch.float32
+    assert out.shape == (*q.shape[:2], v.shape[2]) and out.dtype == q.dtype
+    assert lse.shape == (q.shape[1], q.shape[0]) and lse.dtype == torch.float32
     i = j = 0
     for Sq, Sk in zip(lengths_q, lengths_k):
         one = [x.transpose(0, 1)[None] for x in (q[i : i + Sq], k[j : j + Sk], v[j : j + Sk])]
