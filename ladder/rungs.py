@@ -1,5 +1,6 @@
 """The list of rungs: number, name, the one idea of each, what it can do, and where its attention function is."""
 
+import functools
 import importlib
 import re
 from dataclasses import dataclass
@@ -76,6 +77,7 @@ RUNGS = (
 )  # fmt: skip
 
 
+@functools.cache
 def find(name):
     """The rung of that number (5, "5", "05") or name ("step05_fused", "fused").
 

@@ -54,7 +54,7 @@ def attention(q, k, v, *, causal=False, scale=None, return_lse=False):
 
 
 def scale_factors(scale):
-    """Sign of the scale and factor of the kernel's base-2 exponent: 0 and 1 for a scale of zero, where q becomes zero."""
+    """Sign of the scale and factor of the kernel's base-2 exponent: 0 and 1 for a scale of zero, where q becomes 0."""
     sign = 0 if abs(scale) < 1e-37 else 1 if scale > 0 else -1  # below that, float32 rounds the scale to 0
     return sign, abs(scale) * LOG2_E if sign else 1.0
 
