@@ -152,7 +152,7 @@ def refusals():
                     yield pytest.param(entry, make, argument, bad, errors, words, id=f"{entry.__name__}-{argument}-{str(bad)[:20]}")
 
 
-@pytest.mark.parametrize("entry, make, argument, bad, errors, words", refusals())
+@pytest.mark.parametrize("entry, make, argument, bad, errors, words", list(refusals()))
 def test_refusal(entry, make, argument, bad, errors, words):
     given = make()
     before = {name: x.clone() for name, x in given.items() if isinstance(x, torch.Tensor)}

@@ -117,7 +117,7 @@ def cases():
                 yield pytest.param(*entries[name], *expected, id=f"{name}-{case}")
 
 
-@pytest.mark.parametrize("entry, good, rung, changes, error, words", cases())
+@pytest.mark.parametrize("entry, good, rung, changes, error, words", list(cases()))
 def test_bad_call(entry, good, rung, changes, error, words):
     on_device = entry is not VARLEN["04 varlen"][0]  # whose starts are read on the host
     call = {n: x.to(DEVICE) if on_device and n.startswith("cu_") and isinstance(x, torch.Tensor) else x for n, x in {**good, **changes}.items()}

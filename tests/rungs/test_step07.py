@@ -505,7 +505,7 @@ def bad_calls():
             yield pytest.param(call, changes, error, words, id=f"{call.__name__}-{words[:30]}")
 
 
-@pytest.mark.parametrize("call, changes, error, words", bad_calls())
+@pytest.mark.parametrize("call, changes, error, words", list(bad_calls()))
 def test_bad_argument(call, changes, error, words):
     arguments = {**GOOD[call](), **changes}
     with pytest.raises(error, match="step07_dflash1: " + words):

@@ -32,15 +32,17 @@ def in_nan(q, k, v):
     return tuple(inside_nan(x) for x in (q, k, v))
 
 
+def _spread(x, dim, step):
+    """Every ``step``-th place along ``dim`` of a buffer that is NaN elsewhere."""
+    outer = x.new_full([n * step if i == dim else n for i, n in enumerate(x.shape)], float("nan"))
+    places = (slice(None),) * dim + (slice(step - 1, None, step),)
+    outer[places] = x
+    return outer[places]
+
+
 def every_other_token(q, k, v):
     """Every second token of a buffer whose other tokens are NaN."""
-
-    def spread(x):
-        outer = x.new_full((*x.shape[:2], 2 * x.shape[2], x.shape[3]), float("nan"))
-        outer[:, :, 1::2] = x
-        return outer[:, :, 1::2]
-
-    return spread(q), spread(k), spread(v)
+    return tuple(_spread(x, 2, 2) for x in (q, k, v))
 
 
 def dims_first(q, k, v):
@@ -50,13 +52,7 @@ def dims_first(q, k, v):
 
 def every_third_dim(q, k, v):
     """Elements of a row lie three apart, NaN between them."""
-
-    def spread(x):
-        outer = x.new_full((*x.shape[:3], 3 * x.shape[3]), float("nan"))
-        outer[..., 2::3] = x
-        return outer[..., 2::3]
-
-    return spread(q), spread(k), spread(v)
+    return tuple(_spread(x, 3, 3) for x in (q, k, v))
 
 
 def odd_offset(q, k, v):

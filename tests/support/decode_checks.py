@@ -20,37 +20,25 @@ def _problem(**changes):
 
 
 PROBLEMS = {
-    "page edges": _problem(),
+    "page edges": _problem(), "page edges, float32": _problem(dtype="float32"),
     "splits": _problem(Hq=2, Hkv=1, lengths=(0, 17, 90)),
-    "page edges, float32": _problem(dtype="float32"),
     "pages of 1": _problem(page_size=1, lengths=(0, 1, 2, 37)),
     "pages of 3": _problem(page_size=3, lengths=(2, 3, 4, 40)),
     "pages of 48": _problem(page_size=48, lengths=(47, 48, 49, 95)),
     "pages of 64": _problem(page_size=64, lengths=(63, 64, 65, 128, 129), max_context=192),
     "pages of 256": _problem(page_size=256, lengths=(255, 257), max_context=512),
-    "one head": _problem(Hq=1, Hkv=1, lengths=(33,)),
-    "MHA": _problem(Hq=3, Hkv=3, lengths=(5, 40)),
-    "MQA of 71": _problem(Hq=71, Hkv=1, lengths=(20,)),
-    "group of 3": _problem(Hq=6, Hkv=2, lengths=(5, 40)),
-    "group of 6": _problem(Hq=12, Hkv=2, lengths=(5, 40)),
-    "group of 7": _problem(Hq=7, Hkv=1, lengths=(5, 40)),
+    "one head": _problem(Hq=1, Hkv=1, lengths=(33,)), "MHA": _problem(Hq=3, Hkv=3, lengths=(5, 40)),
+    "MQA of 71": _problem(Hq=71, Hkv=1, lengths=(20,)), "group of 3": _problem(Hq=6, Hkv=2, lengths=(5, 40)),
+    "group of 6": _problem(Hq=12, Hkv=2, lengths=(5, 40)), "group of 7": _problem(Hq=7, Hkv=1, lengths=(5, 40)),
     "2 new tokens": _problem(q_len=2, lengths=(0, 1, 2, 40)),
     "5 new tokens, some without keys": _problem(q_len=5, Hq=6, lengths=(1, 5, 40)),
     "20 new tokens of a group of 7": _problem(q_len=20, Hq=7, Hkv=1, lengths=(3, 40)),
-    "d40": _problem(D=40, Dv=40, lengths=(50,)),
-    "d72": _problem(D=72, Dv=72, lengths=(50,)),
-    "d80": _problem(D=80, Dv=80, lengths=(50,)),
-    "d96": _problem(D=96, Dv=96, lengths=(50,)),
-    "d128": _problem(D=128, Dv=128, lengths=(50,)),
-    "d160": _problem(D=160, Dv=160, lengths=(20,)),
-    "d256": _problem(D=256, Dv=256, lengths=(20,)),
-    "d192/128": _problem(D=192, Dv=128, lengths=(50,)),
-    "d16/64": _problem(D=16, Dv=64, lengths=(50,)),
+    **{f"d{d}": _problem(D=d, Dv=d, lengths=(50 if d < 160 else 20,)) for d in (40, 72, 80, 96, 128, 160, 256)},
+    "d192/128": _problem(D=192, Dv=128, lengths=(50,)), "d16/64": _problem(D=16, Dv=64, lengths=(50,)),
     "d75, an odd stride": _problem(D=75, Dv=33, lengths=(50,)),
-    "negative scale": _problem(scale=-0.4, lengths=(50, 3)),
-    "zero scale": _problem(scale=0.0, lengths=(50, 3)),
+    "negative scale": _problem(scale=-0.4, lengths=(50, 3)), "zero scale": _problem(scale=0.0, lengths=(50, 3)),
     "empty batch": _problem(lengths=()),
-}
+}  # fmt: skip
 
 
 def inputs_of(problem, layout=None):
