@@ -28,6 +28,7 @@ RAGGED = (
     (128, 128, 0, 0, BF16), (128, 128, 6, 0, BF16), (192, 128, 8, 0, BF16), (128, 128, 0, 64, BF16), (128, 128, 0, 16, BF16),
     (128, 128, 0, 1, BF16), (192, 128, 0, 64, BF16), (64, 64, 0, 256, FP16), (128, 128, 0, 64, FP32),
 )  # fmt: skip
+LATENT = (576, 512)  # columns of MLA's cache and of its value
 # head sizes, query heads of a KV head, new tokens, page size, splits, dtype
 DECODE = (
     (128, 128, 4, 1, 64, 1, BF16), (128, 128, 4, 1, 64, 5, BF16), (128, 128, 4, 1, 16, 5, BF16), (128, 128, 7, 1, 1, 5, BF16),
@@ -95,7 +96,7 @@ def compile_cases(shared_memory_bytes, capability, *, thorough=False):
         yield from launched(name, call)
 
     for d, dv, group, q_len, page, splits, dtype in DECODE:
-        latent = d > 256
+        latent = (d, dv) == LATENT
         kv_heads = 1 if latent else 8
         q = torch.empty(3, q_len, group * kv_heads, d, dtype=dtype)
         k_cache = torch.empty(5, page, kv_heads, d, dtype=dtype)

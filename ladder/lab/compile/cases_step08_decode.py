@@ -10,6 +10,7 @@ from ladder.step08_dflash2.windows import RangeWindows
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WINDOW = RangeWindows.sink_window(4, 500)
+LATENT = (576, 512)  # columns of MLA's cache and of its value
 # head sizes, query heads of a KV head, new tokens, page size, sequences, dtype, options
 CASES = (
     (128, 128, 4, 1, 64, 8, BF16, {}), (128, 128, 4, 1, 64, 1, BF16, {}), (128, 128, 4, 1, 16, 300, BF16, {}),
@@ -40,7 +41,7 @@ def decode_compile_cases(shared_memory_bytes, capability, *, thorough=False):
         **{name: recorder(launches, getattr(decode_kernel, name)) for name in ("dflash2_decode", "dflash2_schedule")}
     )
     for d, dv, group, q_len, page, batch, dtype, given in cases:
-        latent = d > 256
+        latent = (d, dv) == LATENT
         kv_heads = 1 if latent else 8
         q = torch.empty(batch, q_len, group * kv_heads, d, dtype=dtype)
         k_cache = torch.empty(5, page, kv_heads, d, dtype=dtype)
