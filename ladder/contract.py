@@ -184,6 +184,7 @@ def check_attention(
 
 
 def _check_heads(rung, keys, num_heads, num_kv_heads, head_dim, head_dim_v, any_heads):
+    """Refuse heads that make no attention, or none that ``rung`` computes; ``keys`` is what messages call K and V."""
     if not head_dim or not head_dim_v:
         raise ValueError(f"{rung}: {'v' if head_dim else 'q'} has head size 0; want at least 1")
     if num_heads != num_kv_heads and (num_kv_heads == 0 or num_heads % num_kv_heads):
