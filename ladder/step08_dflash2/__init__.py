@@ -28,8 +28,8 @@ from .windows import Range, RangeWindows
 _LAZY = {
     "DecodeWorkspace": "decode", "decode_bytes_moved": "decode", "dflash2_decode": "api", "dflash2_mla_decode": "api",
     "get_decode_schedule": "schedule", "fused_add_norm": "fusion", "fused_mla_append": "fusion", "fused_norm_router": "fusion",
-    "fused_qkv_rope_append": "fusion", "rope_tables": "fusion", "yarn_mscale": "fusion", "AttentionBatch": "block",
-    "BlockOutput": "block", "DFlash2AttentionBlock": "block", "DFlash2MLABlock": "block", "Router": "block",
+    "fused_qkv_rope_append": "fusion", "rope_tables": "fusion", "yarn_mscale": "fusion", "AttentionBatch": "fusion",
+    "BlockOutput": "fusion", "DFlash2AttentionBlock": "fusion", "DFlash2MLABlock": "fusion", "Router": "fusion",
 }  # fmt: skip
 
 __all__ = [

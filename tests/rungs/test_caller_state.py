@@ -36,7 +36,7 @@ from ladder.step07_dflash1 import (
     permute_rows,
 )
 from ladder.step07_dflash1 import paged_decode as paged_decode_07
-from ladder.step08_dflash2.block import AttentionBatch, DFlash2AttentionBlock, DFlash2MLABlock, Router
+from ladder.step08_dflash2.fusion import AttentionBatch, DFlash2AttentionBlock, DFlash2MLABlock, Router
 
 pytestmark = pytest.mark.filterwarnings("default")  # torch warns of its own transforms and nested tensors
 

@@ -9,14 +9,14 @@ from ladder.lab import interpret
 from ladder.step06_paged import PagedKVCache
 from ladder.step07_dflash1 import DecodeWorkspace
 from ladder.step08_dflash2 import RangeWindows
-from ladder.step08_dflash2.block import (
+from ladder.step08_dflash2.fusion import (
     AttentionBatch,
     BlockOutput,
     DFlash2AttentionBlock,
     DFlash2MLABlock,
     Router,
+    rope_tables,
 )
-from ladder.step08_dflash2.fusion import rope_tables
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE, HIDDEN = 4, 32

@@ -18,6 +18,7 @@ from ladder.lab import results  # noqa: E402
 from ladder.lab.parity import inside_nan, nan_allocations  # noqa: E402
 from ladder.step07_dflash1 import DecodeWorkspace, group_tokens  # noqa: E402
 from ladder.step08_dflash2 import fusion  # noqa: E402
+from ladder.step08_dflash2.fusion import append, launch, rope  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAN = float("nan")
@@ -26,7 +27,7 @@ NAN = float("nan")
 @pytest.fixture
 def on_torch(monkeypatch):
     """The path of CPU tensors without the interpreter."""
-    monkeypatch.setattr(fusion, "_kernels", lambda x: None)
+    monkeypatch.setattr(launch, "kernels", lambda x: None)
 
 
 @pytest.fixture(params=["kernels", "torch"])
@@ -40,9 +41,9 @@ def path(request):
 @contextlib.contextmanager
 def launched_with(function, **parameters):
     """Launch parameters that small shapes would not get."""
-    chosen = getattr(fusion, function)
+    chosen = getattr(launch, function)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fusion, function, lambda *args: {**chosen(*args), **parameters})
+        patch.setattr(launch, function, lambda *args: {**chosen(*args), **parameters})
         yield
 
 
@@ -375,7 +376,7 @@ def test_router_top2_against_max():
         for patched in (False, True):
             with pytest.MonkeyPatch.context() as patch:
                 if patched:
-                    patch.setattr(fusion, "_kernels", lambda x: None)
+                    patch.setattr(launch, "kernels", lambda x: None)
                 ids = fusion.fused_norm_router(
                     x, None, torch.ones(4, device=DEVICE), gate, top_k=1, num_groups=3, topk_groups=1, group_score=group_score,
                     scoring="sigmoid",
@@ -488,15 +489,15 @@ def test_rope_tables_yarn():
     """DeepSeek-V2's: fast pairs as trained, slow ones stretched by the factor, a ramp between; the factors cancel."""
     scaling = dict(type="yarn", factor=40, original_max_position_embeddings=4096, beta_fast=32, beta_slow=1)
     scaling |= dict(mscale=0.707, mscale_all_dim=0.707)
-    plain, _ = fusion._frequencies(64, 10000.0, None)
-    frequencies, factor = fusion._frequencies(64, 10000.0, scaling)
+    plain, _ = rope.frequencies(64, 10000.0, None)
+    frequencies, factor = rope.frequencies(64, 10000.0, scaling)
     ratio = frequencies / plain
     assert factor == 1.0 and float(ratio[0]) == 1.0 and float(ratio[-1]) == pytest.approx(1 / 40)
     turns = 4096 * plain / (2 * math.pi)
     assert (ratio[turns > 40] == 1).all() and torch.allclose(ratio[turns < 0.7], torch.tensor(1 / 40, dtype=torch.float64))
     assert (ratio.diff() < 1e-12).all()
     del scaling["mscale"]
-    assert fusion._frequencies(64, 10000.0, scaling)[1] == pytest.approx(0.1 * math.log(40) + 1)
+    assert rope.frequencies(64, 10000.0, scaling)[1] == pytest.approx(0.1 * math.log(40) + 1)
     cos, _ = fusion.rope_tables(64, 3, scaling={**scaling, "attention_factor": 2.0})
     assert (cos[0] == 2).all()
     assert fusion.yarn_mscale(40, 0.707) == pytest.approx(0.1 * 0.707 * math.log(40) + 1) and fusion.yarn_mscale(0.5) == 1
@@ -505,8 +506,8 @@ def test_rope_tables_yarn():
 def test_rope_tables_llama3():
     """Llama 3.1's: pairs that turn more than 4 times in the trained context as they were, fewer than once stretched."""
     scaling = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
-    plain, _ = fusion._frequencies(128, 5e5, None)
-    frequencies, factor = fusion._frequencies(128, 5e5, scaling)
+    plain, _ = rope.frequencies(128, 5e5, None)
+    frequencies, factor = rope.frequencies(128, 5e5, scaling)
     ratio, turns = frequencies / plain, 8192 * plain / (2 * math.pi)
     between = (turns > 1) & (turns < 4)
     assert factor == 1.0 and (ratio[turns >= 4] == 1).all() and torch.allclose(ratio[turns <= 1], torch.full_like(ratio[turns <= 1], 1 / 8))
@@ -545,7 +546,7 @@ def test_rope_tables_as_transformers_has_them(scaling, theta):
     want = [x[0, :, :64] for x in theirs(torch.zeros(1), positions[None])]
     for ours, table in zip(fusion.rope_tables(128, 64, scaling=config.rope_parameters), want):
         torch.testing.assert_close(ours, table, atol=2e-5, rtol=0)
-    frequencies, factor = fusion._frequencies(128, theta, scaling)  # and from one without the base
+    frequencies, factor = rope.frequencies(128, theta, scaling)  # and from one without the base
     torch.testing.assert_close(frequencies.float(), theirs.inv_freq)
     assert factor == pytest.approx(theirs.attention_scaling)
 
@@ -702,7 +703,7 @@ def test_bfloat16():
 
 def test_slots_and_positions_outside_show_as_nan(monkeypatch):
     """As on a GPU, where nobody reads them beforehand: q is NaN, the cache stays as it is, other tokens do not notice."""
-    monkeypatch.setattr(fusion, "_check_values", lambda *_: None)
+    monkeypatch.setattr(append, "check_values", lambda *_: None)
     for fused in (True, False):
         args, options = qkv_inputs()
         clean = fusion.fused_qkv_rope_append(*args, **options, fused=fused)
@@ -780,9 +781,9 @@ def test_fake_tensors_go_through():
 def test_launch_parameters_cover_the_work(itemsize):
     sizes = (1, 8, 16, 17, 64, 500), (16, 20, 64, 80, 96, 128, 256, 576), (1, 100, 2048, 7168), (1, 48)
     for tokens, dim, inner, units in itertools.product(*sizes):
-        c = fusion.projection_config(tokens, units, dim, inner, itemsize, 132)
+        c = launch.projection_config(tokens, units, dim, inner, itemsize, 132)
         assert c["TILES"] * c["BLOCK_N"] >= dim > (c["TILES"] - 1) * c["BLOCK_N"]
-        per_split = fusion._per_split(inner, c["splits"], c)
+        per_split = launch.per_split(inner, c["splits"], c)
         assert per_split * c["splits"] >= inner and per_split % c["BLOCK_K"] == 0
         assert not c["EVEN"] or inner % c["BLOCK_K"] == 0
         assert all(c[k] & (c[k] - 1) == 0 and c[k] > 0 for k in ("splits", "BLOCK_T", "BLOCK_N", "BLOCK_K", "FINISH_T"))
@@ -793,15 +794,15 @@ def test_launch_parameters_cover_the_work(itemsize):
         if experts % groups:
             continue
         for same, one in itertools.product((True, False), (True, False)):
-            c = fusion.router_config(tokens, experts, hidden, groups, itemsize, same, one and tokens <= 64, 132)
+            c = launch.router_config(tokens, experts, hidden, groups, itemsize, same, one and tokens <= 64, 132)
             assert c["TILES"] * c["BLOCK_E"] >= experts and c["BLOCK_G"] * c["BLOCK_P"] >= experts
             assert c["BLOCK_T"] >= tokens or not (one and tokens <= 64)
-            assert fusion._per_split(hidden, c["splits"], c) * c["splits"] >= hidden
+            assert launch.per_split(hidden, c["splits"], c) * c["splits"] >= hidden
 
 
 def test_a_decode_projection_fills_the_chip():
     """The weight is what binds: enough programs to read it, none of them shorter than two tiles."""
-    c = fusion.projection_config(8, 48, 128, 4096, 2, 132)
+    c = launch.projection_config(8, 48, 128, 4096, 2, 132)
     assert c["TILES"] * 48 * c["splits"] >= 2 * 132 and 4096 // c["splits"] >= 2 * c["BLOCK_K"] and c["BLOCK_T"] == 16
 
 
@@ -912,7 +913,7 @@ for name, kernel, args, kwargs in compile_cases(SHARED_MEMORY_LIMIT["sm_90"], (9
 
 def test_compile_cases_cover_every_kernel():
     from ladder.lab.compile.cases_step08_fusion import compile_cases
-    from ladder.step08_dflash2 import fusion_kernel
+    from ladder.step08_dflash2.fusion import kernel as fusion_kernel
 
     found = list(compile_cases(227 * 1024, (9, 0)))
     names = [name for name, *_ in found]

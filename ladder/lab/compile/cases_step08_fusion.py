@@ -1,6 +1,5 @@
 """What to compile in order to know that step 08's fusion compiles: launches as its functions make them."""
 
-import importlib
 from types import SimpleNamespace
 from unittest import mock
 
@@ -40,18 +39,18 @@ ROUTER = (
 
 def compile_cases(shared_memory_bytes, capability, *, thorough=False):
     """Yield (name, kernel, args, kwargs) of every launch to compile; see ``ladder.lab.compile.matrix``."""
-    fusion = importlib.import_module("ladder.step08_dflash2.fusion")
-    from ladder.step08_dflash2 import fusion_kernel
+    from ladder.step08_dflash2 import fusion
+    from ladder.step08_dflash2.fusion import append, kernel, launch
 
     launches = []
-    kernels = {n: recorder(launches, f) for n, f in vars(fusion_kernel).items() if n.startswith("dflash2_")}
+    kernels = {n: recorder(launches, f) for n, f in vars(kernel).items() if n.startswith("dflash2_")}
     processors = {(8, 0): 108, (9, 0): 132, (10, 0): 148}.get(capability, 84)
 
     def launched(name, call):
         with (
-            mock.patch.object(fusion, "_kernels", lambda _: SimpleNamespace(**kernels)),
-            mock.patch.object(fusion, "_check_values", lambda *_: None),
-            mock.patch.object(fusion, "processors", lambda _: processors),
+            mock.patch.object(launch, "kernels", lambda _: SimpleNamespace(**kernels)),
+            mock.patch.object(append, "check_values", lambda *_: None),
+            mock.patch.object(launch, "processors", lambda _: processors),
             mock.patch.object(torch.nn.functional, "linear", lambda x, w, bias=None: x.new_empty(x.shape[0], w.shape[0])),
         ):
             call()

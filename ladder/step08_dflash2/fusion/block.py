@@ -2,7 +2,7 @@
 
 add and norm -> projection, rotation, cache -> attention -> output projection -> add, norm, router. Rows are few in decode:
 there the first product, its epilogue and the append are one kernel, and so are norm, gate, choice and counts behind it, as
-far as one kernel was measured to be faster than two: see ``ONE_LAUNCH_TOKENS`` and ``REREAD_BYTES`` in ``fusion``.
+far as one kernel was measured to be faster than two: see ``ONE_LAUNCH_TOKENS`` and ``REREAD_BYTES`` in ``launch``.
 """
 
 from dataclasses import dataclass, fields
@@ -13,16 +13,11 @@ from torch import nn
 
 from ladder.contract import FLOATS, check_flag, check_integer, check_scale, outside_autocast
 
-from .api import dflash2_decode, dflash2_mla_decode, dflash2_paged_prefill, dflash2_varlen
-from .checks import check_options
-from .fusion import (
-    RUNG,
-    check_number,
-    fused_add_norm,
-    fused_mla_append,
-    fused_norm_router,
-    fused_qkv_rope_append,
-)
+from ..api import dflash2_decode, dflash2_mla_decode, dflash2_paged_prefill, dflash2_varlen
+from ..checks import check_options
+from .append import fused_mla_append, fused_qkv_rope_append
+from .checks import RUNG, check_number
+from .router import fused_add_norm, fused_norm_router
 
 
 @dataclass
