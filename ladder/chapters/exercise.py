@@ -56,9 +56,7 @@ def run(exercise, level, answer):
     except NotYet as reason:
         return str(reason)
     except Exception as error:  # an answer under construction may do anything
-        return f"it raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(
-            ": "
-        )
+        return f"it raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
     return None
 
 
@@ -117,8 +115,7 @@ def _number(got, expected, case, tolerance=0.0):
         raise NotYet(f"the result is {type(got).__name__}; want a number")
     if not abs(got - expected) <= tolerance * abs(expected):
         raise NotYet(
-            f"{case}: {got:.6g}; want {expected:.6g}"
-            + (f" within {100 * tolerance:.0f} %" if tolerance else "")
+            f"{case}: {got:.6g}; want {expected:.6g}" + (f" within {100 * tolerance:.0f} %" if tolerance else "")
         )
 
 

@@ -105,9 +105,7 @@ class PredictThenMeasure(Explorer):
             value=math.sqrt(low * high), min=math.log10(low), max=math.log10(high), step=0.01, readout_format=".3g",
             description="my prediction", style={"description_width": "initial"}, layout=ipw.Layout(width="420px"),
         )  # fmt: skip
-        self.reveal = ipw.Button(
-            description="measure", button_style="primary", tooltip="show the measurement"
-        )
+        self.reveal = ipw.Button(description="measure", button_style="primary", tooltip="show the measurement")
         self.reveal.on_click(self._commit)
         self.answer = ipw.HTML("<i>Move the slider, then press the button.</i>")
         asked = ipw.HTML(f"<b>Predict:</b> {self.question}")

@@ -144,10 +144,7 @@ def roofline(limits, points, *, lines=(), reach=None, title="Roofline", note="")
         )  # fmt: skip
         if i:
             axes.annotate(
-                "",
-                (intensity, speed),
-                points[i - 1][1:3],
-                arrowprops=dict(arrowstyle="->", color=GREY, lw=0.8),
+                "", (intensity, speed), points[i - 1][1:3], arrowprops=dict(arrowstyle="->", color=GREY, lw=0.8)
             )
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
@@ -174,13 +171,7 @@ def bars(entries, *, unit, title="", note="", log=False, highlight=None):
     for y, label, value, colour in zip(position, labels, values, colours):
         newest = label == highlight
         axes.barh(
-            y,
-            value,
-            color=colour,
-            edgecolor=INK,
-            lw=1.4 if newest else 0.5,
-            hatch="" if newest else None,
-            height=0.68,
+            y, value, color=colour, edgecolor=INK, lw=1.4 if newest else 0.5, hatch="" if newest else None, height=0.68
         )
         axes.text(
             value * (1.06 if log else 1) + (0 if log else max(values) * 0.012),
@@ -230,25 +221,13 @@ def traffic(operations, *, title, note=""):
     """Bytes that each operation of a call loads and stores. operations: (name, loaded, stored) in order."""
     figure, axes = canvas(1.25 + 0.34 * len(operations))
     unit, name = next(
-        (
-            (u, n)
-            for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-            if max(a + b for _, a, b in operations) >= u
-        )
+        ((u, n) for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if max(a + b for _, a, b in operations) >= u)
     )
     position = np.arange(len(operations))[::-1]
     loaded, stored = (np.array([op[i] / unit for op in operations]) for i in (1, 2))
     axes.barh(position, loaded, color=SKY, edgecolor=INK, lw=0.5, height=0.68, label="loaded")
     axes.barh(
-        position,
-        stored,
-        left=loaded,
-        color=ORANGE,
-        edgecolor=INK,
-        lw=0.5,
-        height=0.68,
-        hatch="///",
-        label="stored",
+        position, stored, left=loaded, color=ORANGE, edgecolor=INK, lw=0.5, height=0.68, hatch="///", label="stored"
     )
     for y, a, b in zip(position, loaded, stored):
         axes.text(a + b + max(loaded + stored) * 0.012, y, f"{a + b:.3g}", va="center", fontsize=9)
@@ -262,11 +241,7 @@ def traffic(operations, *, title, note=""):
 
 # ---------------------------------------------------------------- tiles and masks
 
-KINDS = {
-    "whole": dict(facecolor=SKY),
-    "cut": dict(facecolor=ORANGE, hatch="///"),
-    "skipped": dict(facecolor=PAPER),
-}
+KINDS = {"whole": dict(facecolor=SKY), "cut": dict(facecolor=ORANGE, hatch="///"), "skipped": dict(facecolor=PAPER)}
 
 
 def tile_kind(q0, q1, k0, k1, offset, causal):
@@ -279,9 +254,7 @@ def tile_kind(q0, q1, k0, k1, offset, causal):
 def tile_kinds(seqlen_q, seqlen_k, tile_q, tile_k, causal):
     """{(q0, k0): kind} over all tiles of one head."""
     return {
-        (q0, k0): tile_kind(
-            q0, min(q0 + tile_q, seqlen_q), k0, min(k0 + tile_k, seqlen_k), seqlen_k - seqlen_q, causal
-        )
+        (q0, k0): tile_kind(q0, min(q0 + tile_q, seqlen_q), k0, min(k0 + tile_k, seqlen_k), seqlen_k - seqlen_q, causal)
         for q0 in range(0, seqlen_q, tile_q)
         for k0 in range(0, seqlen_k, tile_k)
     }
@@ -306,9 +279,7 @@ def _diagonal(axes, seqlen_q, seqlen_k):
 
 
 def _matrix_axes(axes, seqlen_q, seqlen_k):
-    axes.set(
-        xlim=(-0.02 * seqlen_k, seqlen_k * 1.02), ylim=(seqlen_q * 1.02, -0.02 * seqlen_q), aspect="equal"
-    )
+    axes.set(xlim=(-0.02 * seqlen_k, seqlen_k * 1.02), ylim=(seqlen_q * 1.02, -0.02 * seqlen_q), aspect="equal")
     axes.set_xlabel("key")
     axes.set_ylabel("query")
     axes.spines[["left", "bottom"]].set_visible(False)
@@ -328,9 +299,7 @@ def causal_alignment(shapes, note=""):
         for i in range(seqlen_q):
             for j in range(seqlen_k):
                 seen = j <= i + seqlen_k - seqlen_q
-                axes.add_patch(
-                    Rectangle((j, i), 1, 1, facecolor=SKY if seen else PAPER, edgecolor=GREY, lw=0.6)
-                )
+                axes.add_patch(Rectangle((j, i), 1, 1, facecolor=SKY if seen else PAPER, edgecolor=GREY, lw=0.6))
         for i in range(min(seqlen_q, max(0, seqlen_q - seqlen_k))):
             axes.text(seqlen_k / 2, i + 0.5, "sees no key: 0", ha="center", va="center", fontsize=8.5)
         _matrix_axes(axes, seqlen_q, seqlen_k)
@@ -349,16 +318,11 @@ def two_passes(note=""):
         for row in range(4):
             for column in range(6):
                 live = row == 1
-                axes.add_patch(
-                    Rectangle((column, row), 1, 1, facecolor=SKY if live else PAPER, edgecolor=GREY, lw=0.8)
-                )
+                axes.add_patch(Rectangle((column, row), 1, 1, facecolor=SKY if live else PAPER, edgecolor=GREY, lw=0.8))
         for n in range(passes):
             y = 1.5 if passes == 1 else 1.3 + 0.4 * n
             axes.annotate(
-                "",
-                (6.3, y),
-                (-0.3, y),
-                arrowprops=dict(arrowstyle="-|>", color=BLUE if n == passes - 1 else RED, lw=2),
+                "", (6.3, y), (-0.3, y), arrowprops=dict(arrowstyle="-|>", color=BLUE if n == passes - 1 else RED, lw=2)
             )
             word = (
                 "max"
@@ -409,9 +373,7 @@ def ragged_batch(lengths, note=""):
     figure, all_axes = canvas(2.5, columns=len(lengths))
     longest = max(lengths)
     for axes, length in zip(np.atleast_1d(all_axes), lengths):
-        axes.add_patch(
-            Rectangle((0, 0), longest, longest, facecolor=PAPER, edgecolor=GREY, hatch="....", lw=0.8)
-        )
+        axes.add_patch(Rectangle((0, 0), longest, longest, facecolor=PAPER, edgecolor=GREY, hatch="....", lw=0.8))
         axes.add_patch(Rectangle((0, 0), length, length, facecolor=SKY, edgecolor=INK, lw=0.8))
         _matrix_axes(axes, longest, longest)
         axes.set(xticks=[length], yticks=[], xlabel="", ylabel="")
@@ -469,20 +431,14 @@ def pipeline(stages, note=""):
         x = i * step
         width = step * 0.72
         axes.add_patch(
-            FancyBboxPatch(
-                (x, 0.55), width, 0.7, boxstyle="round,pad=0.03", facecolor=colour, edgecolor=INK, lw=0.8
-            )
+            FancyBboxPatch((x, 0.55), width, 0.7, boxstyle="round,pad=0.03", facecolor=colour, edgecolor=INK, lw=0.8)
         )
         axes.text(x + width / 2, 0.9, text, ha="center", va="center", fontsize=9.5, fontweight="bold")
         axes.text(x + width / 2, 0.38, below, ha="center", va="top", fontsize=8.5)
         if i + 1 < len(stages):
             axes.add_patch(
                 FancyArrowPatch(
-                    (x + width + 0.06, 0.9),
-                    (x + step - 0.06, 0.9),
-                    arrowstyle="-|>",
-                    mutation_scale=12,
-                    color=INK,
+                    (x + width + 0.06, 0.9), (x + step - 0.06, 0.9), arrowstyle="-|>", mutation_scale=12, color=INK
                 )
             )
     axes.set(xlim=(-0.1, 10), ylim=(-0.2, 1.35), xticks=[], yticks=[])

@@ -31,10 +31,7 @@ def execute(path):
 
     notebook = nbformat.read(path, as_version=4)
     root = str(FOLDER.parent)
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([root, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]),
-    }
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])}
     client = NotebookClient(
         notebook, kernel_name="python3", timeout=600, record_timing=False, store_widget_state=False,
         resources={"metadata": {"path": str(Path(path).parent)}},
@@ -48,9 +45,7 @@ def tidy(notebook):
     """Drop what differs from run to run or means nothing without this kernel."""
     notebook.metadata = nbformat.from_dict(METADATA)
     for cell in notebook.cells:
-        cell.metadata = nbformat.from_dict(
-            {k: v for k, v in cell.metadata.items() if k in ("tags", "jupyter")}
-        )
+        cell.metadata = nbformat.from_dict({k: v for k, v in cell.metadata.items() if k in ("tags", "jupyter")})
         for output in cell.get("outputs", []):
             data = output.get("data", {})
             if WIDGET_VIEW in data and len(data) > 1:

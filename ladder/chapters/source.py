@@ -39,12 +39,8 @@ def highlight(code):
     done, last = [], 0
     for match in _TOKENS.finditer(code):
         kind, text = match.lastgroup, html.escape(match.group(), quote=False)
-        weight = (
-            ";font-weight:600" if kind == "keyword" else ";font-style:italic" if kind == "comment" else ""
-        )
-        span = "\n".join(
-            f'<span style="color:{_COLOURS[kind]}{weight}">{line}</span>' for line in text.split("\n")
-        )
+        weight = ";font-weight:600" if kind == "keyword" else ";font-style:italic" if kind == "comment" else ""
+        span = "\n".join(f'<span style="color:{_COLOURS[kind]}{weight}">{line}</span>' for line in text.split("\n"))
         done += [html.escape(code[last : match.start()], quote=False), span]
         last = match.end()
     return "".join(done) + html.escape(code[last:], quote=False)
@@ -97,8 +93,7 @@ class Source:
 def diff_lines(old, new):
     """[(sign, old line or None, new line or None)] of two sources; sign is " ", "-", "+" or "~" for a replaced line."""
     old, new = (
-        source_of(x).rstrip().split("\n") if not isinstance(x, str) else x.rstrip().split("\n")
-        for x in (old, new)
+        source_of(x).rstrip().split("\n") if not isinstance(x, str) else x.rstrip().split("\n") for x in (old, new)
     )
     lines = []
     for tag, i0, i1, j0, j1 in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
@@ -120,10 +115,7 @@ class RungDiff(Explorer):
     """
 
     title = "diff"
-    OLD, NEW = (
-        "rgba(230,159,0,.25)",
-        "rgba(0,114,178,.20)",
-    )  # orange and blue, and a sign, for colour-blind readers
+    OLD, NEW = ("rgba(230,159,0,.25)", "rgba(0,114,178,.20)")  # orange and blue, and a sign, for colour-blind readers
 
     def __init__(self, old, new):
         super().__init__()

@@ -56,11 +56,7 @@ def measure_limits(device="cuda", dtype=None, *, quick=False):
     # No single PyTorch reduction reads fastest everywhere: the best of three is the limit.
     reads = [
         measure(fn, [()], device=device, budget_ms=budget / 2, flush=False)
-        for fn in (
-            source.sum,
-            lambda: source.view(-1, 8192).sum(dim=1),
-            lambda: source.view(-1, 1 << 20).amax(dim=1),
-        )
+        for fn in (source.sum, lambda: source.view(-1, 8192).sum(dim=1), lambda: source.view(-1, 1 << 20).amax(dim=1))
     ]
     read_tbs = count / min(r.median for r in reads) / 1e9
     copy_tbs = 2 * count / copy.median / 1e9

@@ -102,11 +102,7 @@ def watch(attention, q, k, v, **options):
             result = attention(q, k, v, **options)
         finally:
             sys.settrace(before)
-    sizes = {
-        name: p.default
-        for name, p in inspect.signature(attention).parameters.items()
-        if name.startswith("tile_")
-    }
+    sizes = {name: p.default for name, p in inspect.signature(attention).parameters.items() if name.startswith("tile_")}
     sizes.update({name: value for name, value in options.items() if name in sizes})
     return Watched(result, watcher.steps, sizes["tile_q"], sizes["tile_k"], watcher.traffic.num_bytes)
 

@@ -87,9 +87,7 @@ def test_unknown_exercise_names_the_known():
 def test_solution_passes_and_stub_fails(name, tmp_path, capsys):
     assert verdicts(name, exercises.find(name).solve()) == (None, None)
     answer = stub(name, tmp_path)
-    assert exercises.find(name).solve().__name__ == answer.__name__, (
-        "the stub asks for what the solution answers"
-    )
+    assert exercises.find(name).solve().__name__ == answer.__name__, "the stub asks for what the solution answers"
     exercises.check(name, answer)
     printed = capsys.readouterr().out
     assert printed.startswith(f"{name} visible: not yet: ") and "strict" not in printed
@@ -354,9 +352,7 @@ ATTEND = """
             m = new
         tl.store(out_ptr + rows[:, None] * HEAD_DIM + dims[None, :], acc / total[:, None])
 """
-WRONG_KERNELS["05c_unmasked_v"] = ATTEND.replace(
-    "dims[None, :], mask=inside[:, None], other=0.0)", "dims[None, :])"
-)
+WRONG_KERNELS["05c_unmasked_v"] = ATTEND.replace("dims[None, :], mask=inside[:, None], other=0.0)", "dims[None, :])")
 WRONG_KERNELS["05c_no_rescale"] = ATTEND.replace("acc * rescale[:, None] +", "acc +")
 WRONG_KERNELS["05c_unmasked_scores"] = ATTEND.replace("tl.where(inside[None, :], ", "(").replace(
     ' * scale, float("-inf"))', " * scale)"
@@ -396,8 +392,6 @@ def test_kernels_in_the_interpreter(tmp_path):
         f"print('\\n'.join(t.check_kernels(pathlib.Path({str(tmp_path)!r}))))"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "", done.stdout

@@ -76,9 +76,7 @@ def test_nothing_local_is_kept(path):
         for output in cell.get("outputs", []):
             assert WIDGET_VIEW not in output.get("data", {}), "an explorer is committed as its still picture"
     for kind, text in texts(notebook):
-        assert not re.search(r"/(home|root|tmp|work|Users|usr)/", text), (
-            f"a local path in {kind}: {text[:200]}"
-        )
+        assert not re.search(r"/(home|root|tmp|work|Users|usr)/", text), f"a local path in {kind}: {text[:200]}"
         assert not re.search(r"0x[0-9a-f]{6,}", text), text[:200]
         assert not re.search(r"(?i)\bwarning\b", text), text[:200]
     assert path.stat().st_size < 1_200_000  # forges still render it
@@ -90,15 +88,7 @@ def test_no_output_that_differs_from_run_to_run(path):
         tree = ast.parse("\n".join(line for line in source(cell).splitlines() if not line.startswith("%")))
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-        forbidden = names & {
-            "interact",
-            "interactive",
-            "Output",
-            "clear_output",
-            "tqdm",
-            "perf_counter",
-            "timeit",
-        }
+        forbidden = names & {"interact", "interactive", "Output", "clear_output", "tqdm", "perf_counter", "timeit"}
         assert not forbidden, source(cell)
 
 
@@ -142,13 +132,7 @@ def test_shape_of_a_rung_chapter(path):
     prose = markdown(notebook)
     number = int(path.stem[:2])
     assert re.search(r"\*\*\d\d minutes\*\* · you need: .* · GPU: ", prose)
-    for part in (
-        "You will be able to",
-        "## Recap",
-        "**Still slow because**",
-        "## Exercises",
-        "## The roofline",
-    ):
+    for part in ("You will be able to", "## Recap", "**Still slow because**", "## Exercises", "## The roofline"):
         assert part in prose, part
     code = "\n".join(map(source, code_cells(notebook)))
     for part in (
@@ -164,9 +148,7 @@ def test_shape_of_a_rung_chapter(path):
     stubs = [cell for cell in code_cells(notebook) if "stub" in cell["metadata"].get("tags", [])]
     assert 2 <= len(stubs) <= 3
     for cell in stubs:
-        assert re.match(r"\w+ visible: not yet: ", "".join(cell["outputs"][0]["text"])), (
-            "a stub is not the solution"
-        )
+        assert re.match(r"\w+ visible: not yet: ", "".join(cell["outputs"][0]["text"])), "a stub is not the solution"
 
 
 @pytest.mark.parametrize("old, new, most", [(1, 2, 30), (2, 3, 18), (3, 4, 24)])
@@ -180,10 +162,7 @@ def test_kernel_loop_is_the_loop_of_step_04():
     """Step 05's tile body updates the same state in the same order as step 04's loop."""
     text = (FOLDER.parent / "ladder" / "step05_fused" / "kernel.py").read_text()
     body = text[text.index("def fused_attention_tile") : text.index("def fused_attention_forward")]
-    order = [
-        body.index(f"{name} = ")
-        for name in ("scores", "new_max", "finite_max", "rescale", "probs", "row_sum")
-    ]
+    order = [body.index(f"{name} = ") for name in ("scores", "new_max", "finite_max", "rescale", "probs", "row_sum")]
     assert order == sorted(order)
 
 
@@ -196,19 +175,11 @@ def test_recorded_compiler_output_is_of_this_kernel():
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     units = ["hgmma" if row["hgmma"] else "hmma" if row["hmma"] else "ffma" for row in rows]
     assert units == ["hmma", "hgmma", "hgmma", "ffma", "hmma", "hgmma"]
-    assert [bool(row["spill_loads"] + row["local"]) for row in rows] == [
-        False,
-        False,
-        True,
-        False,
-        False,
-        False,
-    ]
+    assert [bool(row["spill_loads"] + row["local"]) for row in rows] == [False, False, True, False, False, False]
     sweep = results.load("step05_compile")
     for row in rows[1:3]:
         case = {
-            name: row["case"][name]
-            for name in ("D", "Dv", "dtype", "BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+            name: row["case"][name] for name in ("D", "Dv", "dtype", "BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
         }
         recorded = results.one(sweep, "step05_fused", target="sm_90", **case)
         assert recorded["shared"] == row["shared"]

@@ -116,9 +116,7 @@ def test_traffic_agrees_with_the_rungs_count(rung, causal):
     inputs = problem.make()
     with Traffic() as seen:
         find(rung).attention(*inputs, causal=causal)
-    counted = find(rung).bytes_moved(
-        problem
-    )  # leaves out row vectors and the boolean mask, a few percent here
+    counted = find(rung).bytes_moved(problem)  # leaves out row vectors and the boolean mask, a few percent here
     assert counted <= seen.num_bytes < 1.07 * counted
 
 
@@ -149,9 +147,7 @@ def roofline(upto=5, peers=True):
 
 
 EXPLORERS = {
-    "predict": lambda: PredictThenMeasure(
-        "how many?", 12.0, "ms", low=1, high=100, because="so.", source="test"
-    ),
+    "predict": lambda: PredictThenMeasure("how many?", 12.0, "ms", low=1, high=100, because="so.", source="test"),
     "diff": lambda: RungDiff(find("step02_tiled").attention, find("step03_online_softmax").attention),
     "stepper": stepper,
     "softmax": widgets.OnlineSoftmaxExplorer,
@@ -203,11 +199,7 @@ def test_prediction_stays_hidden_until_the_reader_commits():
     assert "12" not in predict.answer.value and predict.committed is None
     predict.reveal.click()
     assert predict.committed == pytest.approx(24.0, rel=0.02)
-    assert (
-        "12 ms" in predict.answer.value
-        and "too high" in predict.answer.value
-        and "2 x" in predict.answer.value
-    )
+    assert "12 ms" in predict.answer.value and "too high" in predict.answer.value and "2 x" in predict.answer.value
     predict.prediction.value = 12.5
     predict.reveal.click()
     assert "within 25 %" in predict.answer.value
@@ -220,9 +212,7 @@ def test_stepper_shows_the_rungs_numbers():
     for rung in TILED:
         attention = find(rung).attention
         stepper = widgets.TileStepper(attention, q, k, v, head=1, causal=True, tile_q=8, tile_k=8)
-        for number, step in enumerate(
-            watch(attention, q, k, v, causal=True, tile_q=8, tile_k=8).steps, start=1
-        ):
+        for number, step in enumerate(watch(attention, q, k, v, causal=True, tile_q=8, tile_k=8).steps, start=1):
             stepper.step.value = number
             row = stepper.row.value
             assert f"{float(step.row_max[0, 1, row]):.3f}" in stepper.readout.value

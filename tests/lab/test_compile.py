@@ -39,9 +39,7 @@ def test_step05_compiles_for(target):
 
 
 def test_targets():
-    assert set(TARGETS) <= set(SHARED_MEMORY_LIMIT) and set(compile_matrix.TARGETS) <= set(
-        SHARED_MEMORY_LIMIT
-    )
+    assert set(TARGETS) <= set(SHARED_MEMORY_LIMIT) and set(compile_matrix.TARGETS) <= set(SHARED_MEMORY_LIMIT)
     assert [capability(t) for t in ("sm_80", "sm_90a", "sm_120")] == [(8, 0), (9, 0), (12, 0)]
     for bad in ("90", "sm_9", "cuda", "sm_90b"):
         with pytest.raises(ValueError, match=f"target is '{bad}'; want 'sm_90' or the like"):
@@ -94,11 +92,7 @@ def test_cases_are_launches_as_attention_makes_them(monkeypatch):
         assert len(launch_args) == len(args)
         for ours, theirs in zip(args, launch_args):
             if isinstance(theirs, torch.Tensor):
-                assert (ours.shape, ours.dtype, ours.stride()) == (
-                    theirs.shape,
-                    theirs.dtype,
-                    theirs.stride(),
-                )
+                assert (ours.shape, ours.dtype, ours.stride()) == (theirs.shape, theirs.dtype, theirs.stride())
             elif isinstance(theirs, float):
                 assert ours == pytest.approx(theirs)
             else:
@@ -136,17 +130,10 @@ def test_launch_config_is_made_of_powers_of_two_that_cover_the_head(shared_memor
                     ("BLOCK_M", 16),
                     ("BLOCK_N", 16),
                 ):
-                    assert config[key] & (config[key] - 1) == 0 and least <= config[key], (
-                        head_dim,
-                        head_dim_v,
-                        key,
-                    )
+                    assert config[key] & (config[key] - 1) == 0 and least <= config[key], (head_dim, head_dim_v, key)
                 assert config["BLOCK_D"] < 2 * max(32, head_dim)
                 pipeline = (
-                    itemsize
-                    * config["BLOCK_N"]
-                    * (config["BLOCK_D"] + config["BLOCK_DV"])
-                    * config["num_stages"]
+                    itemsize * config["BLOCK_N"] * (config["BLOCK_D"] + config["BLOCK_DV"]) * config["num_stages"]
                 )
                 assert pipeline <= shared_memory, (head_dim, head_dim_v, config)
 
@@ -243,12 +230,7 @@ def test_matrix_fails_on_spills_and_on_nothing(monkeypatch, capsys, tmp_path):
     good = {"rung": "step05_fused", "case": "good", "target": "sm_90", "registers": 100, "spills": 0, "shared": 1024,
             "HMMA": 0, "HGMMA": 32, "UTCHMMA": 0, "problem": None}  # fmt: skip
     spilled = {**good, "case": "bad", "spills": 9, "problem": "spills: 4 stores, 3 loads, 2 bytes"}
-    broken = {
-        "rung": "step05_fused",
-        "case": "broken",
-        "target": "sm_90",
-        "problem": "does not compile: boom",
-    }
+    broken = {"rung": "step05_fused", "case": "broken", "target": "sm_90", "problem": "does not compile: boom"}
     status, out = run_matrix(monkeypatch, capsys, [good], "--json", str(tmp_path / "rows.json"))
     assert status == 0 and re.search(r"1 kernels, 0 that must not ship", out)
     assert json.loads((tmp_path / "rows.json").read_text()) == [{"triton": "installed", **good}]

@@ -52,8 +52,7 @@ assert not interpret.is_enabled()
 def test_enable_is_no_error_when_the_user_chose_it_already():
     pytest.importorskip("triton")
     assert python(
-        "import triton; from ladder.lab import interpret; interpret.enable(); print('fine')",
-        TRITON_INTERPRET="1",
+        "import triton; from ladder.lab import interpret; interpret.enable(); print('fine')", TRITON_INTERPRET="1"
     )
 
 

@@ -8,9 +8,7 @@ from ladder.lab.memory import peak_bytes
 from ladder.lab.problem import AttentionProblem
 from ladder.rungs import RUNGS
 
-cpu_only = pytest.mark.skipif(
-    DEVICE.type != "cpu", reason="the caching allocator rounds; exact bytes are the CPU's"
-)
+cpu_only = pytest.mark.skipif(DEVICE.type != "cpu", reason="the caching allocator rounds; exact bytes are the CPU's")
 
 
 @cpu_only

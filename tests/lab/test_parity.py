@@ -130,10 +130,7 @@ def test_nan_allocations_fill_and_come_back():
         assert torch.empty(100).isnan().all()
         assert torch.zeros(3).new_empty(5, dtype=torch.float16).isnan().all()
         assert torch.empty_like(torch.zeros(4, device=DEVICE)).isnan().all()
-    assert before == (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.utils.deterministic.fill_uninitialized_memory,
-    )
+    assert before == (torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory)
     with pytest.raises(KeyError), nan_allocations():
         raise KeyError
     assert before[0] == torch.are_deterministic_algorithms_enabled()

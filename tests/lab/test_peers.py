@@ -58,18 +58,14 @@ def test_refusals_on_a_hopper_gpu(monkeypatch):
     monkeypatch.setattr(peers.util, "find_spec", lambda name: object())
     reasons = peers.availability(AttentionProblem(dtype="bfloat16"), cuda)
     assert (
-        reasons["sdpa"]
-        and reasons["sdpa_flash"] is reasons["sdpa_cudnn"] is reasons["fa3"] is reasons["flex"] is None
+        reasons["sdpa"] and reasons["sdpa_flash"] is reasons["sdpa_cudnn"] is reasons["fa3"] is reasons["flex"] is None
     )
     mla = peers.availability(AttentionProblem(**SHAPES["deepseek-v2-lite"], dtype="bfloat16"), cuda)
     assert mla["sdpa_flash"] == "wants equal head sizes" and mla["flex"] == "wants power-of-two head sizes"
     assert mla["sdpa_cudnn"] is None
     exact = peers.availability(AttentionProblem(dtype="float32"), cuda)
     assert exact["sdpa_flash"] == exact["flashinfer"] == "computes 16-bit types only" and exact["fa3"]
-    assert (
-        peers.availability(AttentionProblem(D=512, Dv=512), cuda)["sdpa_flash"]
-        == "wants head sizes up to 256"
-    )
+    assert peers.availability(AttentionProblem(D=512, Dv=512), cuda)["sdpa_flash"] == "wants head sizes up to 256"
     monkeypatch.setattr(peers.util, "find_spec", lambda name: None)
     assert "pip install" in peers.availability(AttentionProblem(dtype="bfloat16"), cuda)["fa3"]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))

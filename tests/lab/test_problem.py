@@ -84,9 +84,7 @@ def test_reference_is_sdpa_in_float64(causal, heads):
     out, lse = reference(q, k, v, causal=causal, scale=0.3)
     k64, v64 = (x.double().repeat_interleave(heads[0] // heads[1], dim=1) for x in (k, v))
     mask = torch.ones(9, 14, dtype=torch.bool, device=DEVICE).tril(5) if causal else None
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        q.double(), k64, v64, attn_mask=mask, scale=0.3
-    )
+    expected = torch.nn.functional.scaled_dot_product_attention(q.double(), k64, v64, attn_mask=mask, scale=0.3)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     scores = 0.3 * q.double() @ k64.transpose(2, 3)
     if causal:

@@ -37,9 +37,7 @@ def test_document_is_stamped(doc):
 def test_row_computes_rates():
     case = AttentionProblem().case()
     row = results.row(case, "x", timing=Timing(2.0, 1.0, 3.0, 9), flops=8e12, num_bytes=6e9)
-    assert (
-        row["tflops"] == 4000.0 and row["tbs"] == 3.0 and row["ms"] == {"median": 2.0, "p20": 1.0, "p80": 3.0}
-    )
+    assert row["tflops"] == 4000.0 and row["tbs"] == 3.0 and row["ms"] == {"median": 2.0, "p20": 1.0, "p80": 3.0}
     assert results.row(case, "x") == {"case": case, "impl": "x"}
     failed = results.row(case, "x", parity=Parity(False, math.inf, 0.5, "not finite"))
     assert failed["ok"] is False and failed["max_error"] is None and failed["reason"] == "not finite"
@@ -129,13 +127,9 @@ def test_commit(monkeypatch):
     monkeypatch.setenv("LADDER_COMMIT", "abc123")
     assert results.commit() == "abc123"
     monkeypatch.delenv("LADDER_COMMIT")
-    monkeypatch.setattr(
-        results, "_git", lambda root, *args: {"rev-parse": "0123456789ab", "status": " M x"}[args[0]]
-    )
+    monkeypatch.setattr(results, "_git", lambda root, *args: {"rev-parse": "0123456789ab", "status": " M x"}[args[0]])
     assert results.commit() == "0123456789ab+"
-    monkeypatch.setattr(
-        results, "_git", lambda root, *args: {"rev-parse": "0123456789ab", "status": ""}[args[0]]
-    )
+    monkeypatch.setattr(results, "_git", lambda root, *args: {"rev-parse": "0123456789ab", "status": ""}[args[0]])
     assert results.commit() == "0123456789ab"
 
     def no_git(*args):

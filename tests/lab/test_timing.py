@@ -48,9 +48,7 @@ def test_bounds_on_runs(monkeypatch):
 
 def test_inputs_rotate():
     seen = []
-    measure(
-        lambda x, y: seen.append((x, y)), [(1, 2), (3, 4), (5, 6)], device=CPU, budget_ms=1000, max_runs=5
-    )
+    measure(lambda x, y: seen.append((x, y)), [(1, 2), (3, 4), (5, 6)], device=CPU, budget_ms=1000, max_runs=5)
     assert seen == [(1, 2), (1, 2), (3, 4), (5, 6), (1, 2), (3, 4)]
 
 

@@ -4,18 +4,7 @@ import math
 
 import torch
 
-from ladder.chapters.exercise import (
-    NotYet,
-    _close,
-    _exercise,
-    _held,
-    _noise,
-    _number,
-    _tensor,
-    check,
-    hint,
-    solution,
-)
+from ladder.chapters.exercise import NotYet, _close, _exercise, _held, _noise, _number, _tensor, check, hint, solution
 from ladder.lab.problem import reference
 
 __all__ = ["check", "hint", "solution"]  # what a notebook calls
@@ -129,16 +118,9 @@ def _two_pass_strict(answer):
     _close(answer(q, -k, v, 8), _two_pass_reference(q, -k, v), "scores near +320, 30 keys, tiles of 8")
     q, k, v = _noise(64, 16), _noise(2048, 16, seed=3), _noise(2048, 16, seed=4)
     _close(answer(q, k, v, 32), _two_pass_reference(q, k, v), "64 queries, 2048 keys, tiles of 32")
-    _held(
-        answer, (q, k, v, 32), 8 * 64 * 32 * 4, "a tile of scores has 64 x 32 elements, the matrix 64 x 2048"
-    )
+    _held(answer, (q, k, v, 32), 8 * 64 * 32 * 4, "a tile of scores has 64 x 32 elements, the matrix 64 x 2048")
     q, k, v = torch.zeros(2, 16).half(), torch.zeros(4096, 16).half(), torch.full((4096, 8), 0.1).half()
-    _close(
-        answer(q, k, v, 64).float(),
-        v[:2].float(),
-        "4096 equal keys in float16: sums need float32",
-        tolerance=2e-3,
-    )
+    _close(answer(q, k, v, 64).float(), v[:2].float(), "4096 equal keys in float16: sums need float32", tolerance=2e-3)
 
 
 _exercise(
@@ -301,10 +283,7 @@ def _grouped_strict(answer):
     q, k = _grouped_case(answer, 8, 2, 4, 512, 64)
     scores = 8 * 4 * 512 * 4
     _held(
-        answer,
-        (q, k),
-        scores + 8 * 4 * 64 * 4,
-        f"the scores take {scores:,}; K must not be copied for each query head",
+        answer, (q, k), scores + 8 * 4 * 64 * 4, f"the scores take {scores:,}; K must not be copied for each query head"
     )
 
 
@@ -368,15 +347,11 @@ def _written(buffer, view, case):
     """Refuse a kernel that left outputs unwritten or wrote outside them."""
     missing = int(torch.isnan(view).sum())
     if missing:
-        raise NotYet(
-            f"{case}: {missing} of {view.numel()} outputs are NaN: never written, or computed from NaN"
-        )
+        raise NotYet(f"{case}: {missing} of {view.numel()} outputs are NaN: never written, or computed from NaN")
     inside = view.storage_offset(), view.storage_offset() + view.numel()
     outside = torch.cat([buffer[: inside[0]], buffer[inside[1] :]])
     if not torch.isnan(outside).all():
-        raise NotYet(
-            f"{case}: {int((~torch.isnan(outside)).sum())} elements outside the output were overwritten"
-        )
+        raise NotYet(f"{case}: {int((~torch.isnan(outside)).sum())} elements outside the output were overwritten")
 
 
 def _empty(*shape):
@@ -450,15 +425,7 @@ def _attend_case(kernel, seqlen_k, case, order=None, head_dim=16, block_m=16, bl
     _, v_view = _guarded(v, margin=block_n * head_dim)
     buffer, out = _empty(block_m, head_dim)
     kernel[(1,)](
-        q_view,
-        k_view,
-        v_view,
-        out,
-        seqlen_k,
-        head_dim**-0.5,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        HEAD_DIM=head_dim,
+        q_view, k_view, v_view, out, seqlen_k, head_dim**-0.5, BLOCK_M=block_m, BLOCK_N=block_n, HEAD_DIM=head_dim
     )
     _written(buffer, out, case)
     _close(out, reference(q[None, None], k[None, None], v[None, None])[0][0, 0], case, tolerance=1e-3)

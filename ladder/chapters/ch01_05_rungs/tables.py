@@ -49,9 +49,7 @@ def fields(problem):
     return {k: v for k, v in problem.case().items() if k != "mode"}
 
 
-PLAIN = {
-    name: fields(p) for name, p in CASES.items() if p.Hq == p.Hkv and p.D == p.Dv
-}  # what every rung computes
+PLAIN = {name: fields(p) for name, p in CASES.items() if p.Hq == p.Hkv and p.D == p.Dv}  # what every rung computes
 PYTORCH = tuple(rung.name for rung in RUNGS if not rung.needs_triton)
 ALL = {name: fields(p) for name, p in CASES.items()}
 
@@ -65,9 +63,7 @@ def numbers(remeasure=False):
     if not remeasure:
         return results.load("ladder")
     if not torch.cuda.is_available():
-        raise RuntimeError(
-            "REMEASURE is True but no CUDA device is here; set it to False to read the recorded numbers"
-        )
+        raise RuntimeError("REMEASURE is True but no CUDA device is here; set it to False to read the recorded numbers")
     # A process of its own: this one may have Triton's interpreter on, which would be timed in place of the GPU.
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "ladder.json")
@@ -211,9 +207,7 @@ def speed_bars(doc, upto, problem, *, with_peers=False, note="", title=""):
 def against_peers(doc, impl, problems):
     """Recorded TFLOP/s of ``impl`` and of every peer on some problems, as a Markdown table."""
     peers = list(
-        dict.fromkeys(
-            row["impl"] for row in doc["rows"] if not row["impl"].startswith("step") and "ms" in row
-        )
+        dict.fromkeys(row["impl"] for row in doc["rows"] if not row["impl"].startswith("step") and "ms" in row)
     )
     lines = [
         f"| problem | **{implementation_title(impl)}** | {' | '.join(map(implementation_title, peers))} |",
@@ -251,9 +245,7 @@ def memory_curves(upto, lengths, **tiles):
         for s in lengths:
             inputs = AttentionProblem(Hq=4, Hkv=4, Sq=s, Sk=s, D=32, Dv=32).make()
             peaks.append(
-                memory.peak_bytes(
-                    lambda q, k, v, run=rung.attention, options=options: run(q, k, v, **options), *inputs
-                )
+                memory.peak_bytes(lambda q, k, v, run=rung.attention, options=options: run(q, k, v, **options), *inputs)
             )
         curves.append((f"{rung.number:02d} {rung.title}", list(lengths), peaks, rung.number))
     return curves

@@ -30,10 +30,7 @@ class TileStepper(Explorer):
     def __init__(self, attention, q, k, v, *, head=0, **options):
         super().__init__()
         self.watched = watch(attention, q, k, v, **options)
-        self.head, self.group = (
-            head,
-            q.shape[1] // k.shape[1],
-        )  # a tile of step 04 holds the rows of a whole group
+        self.head, self.group = (head, q.shape[1] // k.shape[1])  # a tile of step 04 holds the rows of a whole group
         self.rows, self.columns = q.shape[2] * self.group, k.shape[2]
         self.name = attention.__module__.split(".")[1]
         self.step = slider("tile", 1, 0, len(self.watched.steps))
@@ -79,9 +76,7 @@ class TileStepper(Explorer):
         matrix.add_patch(
             Rectangle((step.k0, top), scores.shape[1], scores.shape[0], fill=False, edgecolor=plots.RED, lw=3)
         )
-        matrix.plot(
-            [step.k0, step.k0 + scores.shape[1]], [top + row + 0.5] * 2, color=plots.RED, lw=1.5, ls=":"
-        )
+        matrix.plot([step.k0, step.k0 + scores.shape[1]], [top + row + 0.5] * 2, color=plots.RED, lw=1.5, ls=":")
 
         maximum = float(step.row_max[0, self.head, row])
         text = f"<b>{self.name}</b>, tile {self.step.value} of {len(self.watched.steps)}"
@@ -89,19 +84,13 @@ class TileStepper(Explorer):
             text += f", pass 1. Row {top + row}: maximum so far {maximum:.3f}; no exponential taken yet."
             vector.set(xticks=[], yticks=[])
             vector.text(
-                0.5,
-                0.5,
-                f"pass 1 keeps one number a row:\nm = {maximum:.3f}",
-                ha="center",
-                transform=vector.transAxes,
+                0.5, 0.5, f"pass 1 keeps one number a row:\nm = {maximum:.3f}", ha="center", transform=vector.transAxes
             )
         else:
             total, acc = float(step.row_sum[0, self.head, row]), step.acc[0, self.head, row].numpy()
             text += f". Row {top + row}: maximum m = {maximum:.3f}, sum l = {total:.3f}"
             if step.rescale is not None:
-                text += (
-                    f", what was there before was multiplied by {float(step.rescale[0, self.head, row]):.3f}"
-                )
+                text += f", what was there before was multiplied by {float(step.rescale[0, self.head, row]):.3f}"
             vector.bar(np.arange(len(acc)), acc, color=plots.SKY, edgecolor=plots.INK, lw=0.5)
             vector.axhline(0, color=plots.INK, lw=0.8)
             vector.set_xlabel("value dimension")
@@ -136,9 +125,7 @@ class OnlineSoftmaxExplorer(Explorer):
     def states(self):
         """The Steps of step 03 on one query and these scores."""
         scores = torch.tensor([s.value for s in self.scores]).view(1, 1, -1, 1)
-        run = watch(
-            self.attention, torch.ones(1, 1, 1, 1), scores, self.values, scale=1.0, tile_q=1, tile_k=self.TILE
-        )
+        run = watch(self.attention, torch.ones(1, 1, 1, 1), scores, self.values, scale=1.0, tile_q=1, tile_k=self.TILE)
         return run.steps
 
     def draw(self):
@@ -225,13 +212,7 @@ class TileMapExplorer(Explorer):
         return {kind: kinds.count(kind) for kind in plots.KINDS}
 
     def _shape(self):
-        return (
-            self.seqlen_q.value,
-            self.seqlen_k.value,
-            self.tile_q.value,
-            self.tile_k.value,
-            self.causal.value,
-        )
+        return (self.seqlen_q.value, self.seqlen_k.value, self.tile_q.value, self.tile_k.value, self.causal.value)
 
     def draw(self):
         figure, axes = plots.canvas(3.6)
@@ -253,9 +234,7 @@ class TileMapExplorer(Explorer):
             f"{counts['whole']} whole, {counts['cut']} cut, {counts['skipped']} skipped: {computed} of {sum(counts.values())} tiles computed. "
             f"Visible pairs {visible:,}; pairs in computed tiles {pairs:,}"
         )
-        text += (
-            f", so {100 * (1 - visible / pairs):.0f} % of the arithmetic is masked away." if pairs else "."
-        )
+        text += f", so {100 * (1 - visible / pairs):.0f} % of the arithmetic is masked away." if pairs else "."
         blind = max(0, seqlen_q - seqlen_k) if causal else 0
         if blind:
             text += f"<br>The first {blind} rows see no key: their output is 0."
@@ -287,9 +266,7 @@ class NaiveCostExplorer(Explorer):
         from ladder.lab.problem import AttentionProblem
 
         s, h, d = self.seqlen.value, self.num_heads.value, self.head_dim.value
-        problem = AttentionProblem(
-            Hq=h, Hkv=h, Sq=s, Sk=s, D=d, Dv=d, causal=self.causal.value, dtype="bfloat16"
-        )
+        problem = AttentionProblem(Hq=h, Hkv=h, Sq=s, Sk=s, D=d, Dv=d, causal=self.causal.value, dtype="bfloat16")
         moved = step01_naive.bytes_moved(problem)
         flops = 4 * h * s * s * d  # the naive rung computes the hidden half of a causal square too
         return {
@@ -347,12 +324,7 @@ class Roofline(Explorer):
             for row in self._rows(rung.name):
                 flops = row["tflops"] * row["ms"]["median"] * 1e9
                 found.append(
-                    (
-                        f"{rung.number:02d} {rung.title}",
-                        flops / row["bytes_moved"],
-                        row["tflops"],
-                        rung.number,
-                    )
+                    (f"{rung.number:02d} {rung.title}", flops / row["bytes_moved"], row["tflops"], rung.number)
                 )
         return found
 
@@ -360,14 +332,10 @@ class Roofline(Explorer):
         levels = []
         if self.peers.value:
             levels = [
-                (implementation_title(r["impl"]), r["tflops"])
-                for r in self._rows()
-                if not r["impl"].startswith("step")
+                (implementation_title(r["impl"]), r["tflops"]) for r in self._rows() if not r["impl"].startswith("step")
             ]
         points, reach = self.points(), self.reach()
-        figure = plots.roofline(
-            self.doc["limits"], points, lines=levels, reach=reach, title="Where each rung stands"
-        )
+        figure = plots.roofline(self.doc["limits"], points, lines=levels, reach=reach, title="Where each rung stands")
         if not points:
             return figure, "No rung so far computes this problem."
         label, intensity, speed, number = points[-1]
@@ -405,9 +373,7 @@ class ModelMemoryExplorer(Explorer):
 
     def __init__(self):
         super().__init__()
-        self.weights = choice(
-            "weights", [("bf16, 2 bytes", 2.0), ("fp8, 1 byte", 1.0), ("4 bits, 0.5 byte", 0.5)]
-        )
+        self.weights = choice("weights", [("bf16, 2 bytes", 2.0), ("fp8, 1 byte", 1.0), ("4 bits, 0.5 byte", 0.5)])
         self.layout_ = choice("attention", ["MHA", "GQA, 8 KV heads", "MLA latent"], "MLA latent")
         self.context = choice("context", [(plots.tokens(1 << n), 1 << n) for n in range(12, 18)], 1 << 15)
         self.requests = slider("requests at once", 64, 1, 256)
@@ -420,8 +386,7 @@ class ModelMemoryExplorer(Explorer):
         numbers = {
             "MHA": 2 * cls.HEADS * cls.HEAD_DIM,  # a key and a value for each head
             "GQA, 8 KV heads": 2 * 8 * cls.HEAD_DIM,
-            "MLA latent": cls.LATENT
-            + cls.ROTARY,  # one latent vector and one rotary key, shared by all heads
+            "MLA latent": cls.LATENT + cls.ROTARY,  # one latent vector and one rotary key, shared by all heads
         }
         return 2 * cls.LAYERS * numbers[layout]
 
@@ -429,11 +394,7 @@ class ModelMemoryExplorer(Explorer):
         """{"weights", "cache": bytes, "gpus": how many GPUs hold both, a tenth of each kept free}."""
         weights = self.PARAMETERS * self.weights.value
         cache = self.kv_bytes_per_token(self.layout_.value) * self.context.value * self.requests.value
-        return {
-            "weights": weights,
-            "cache": cache,
-            "gpus": math.ceil((weights + cache) / (0.9 * self.gpu.value)),
-        }
+        return {"weights": weights, "cache": cache, "gpus": math.ceil((weights + cache) / (0.9 * self.gpu.value))}
 
     def draw(self):
         n = self.needs()
@@ -484,10 +445,7 @@ class LaunchExplorer(Explorer):
 
         self.head = choice(
             "head size",
-            [
-                (f"{d}" if d == dv else f"{d}/{dv}", (d, dv))
-                for d, dv in sorted({(c["D"], c["Dv"]) for c in cases})
-            ],
+            [(f"{d}" if d == dv else f"{d}/{dv}", (d, dv)) for d, dv in sorted({(c["D"], c["Dv"]) for c in cases})],
             (128, 128),
         )
         self.block_m = choice("BLOCK_M", values("BLOCK_M"), 128)
@@ -525,9 +483,7 @@ class LaunchExplorer(Explorer):
             ("shared memory", 100 * row["shared"] / self.SHARED, plots.ORANGE),
         ]
         figure = plots.bars(
-            entries,
-            unit="% of the limit (255 registers a thread, 227 KiB a program)",
-            title="What one program takes",
+            entries, unit="% of the limit (255 registers a thread, 227 KiB a program)", title="What one program takes"
         )
         figure.axes[0].axvline(100, color=plots.RED, lw=2)
         figure.axes[0].set_xlim(0, max(115, 1.14 * max(v for _, v, _ in entries)))
@@ -538,13 +494,7 @@ class LaunchExplorer(Explorer):
         else:
             n = self.programs_per_sm(row)
             verdict = f"no spills; {n} program{'s' if n != 1 else ''} of {row['case']['num_warps']} warps on each SM"
-        unit = (
-            "wgmma (HGMMA)"
-            if row["hgmma"]
-            else "older tensor-core (HMMA)"
-            if row["hmma"]
-            else "no tensor-core"
-        )
+        unit = "wgmma (HGMMA)" if row["hgmma"] else "older tensor-core (HMMA)" if row["hmma"] else "no tensor-core"
         text = (
             f"{row['registers']} registers a thread, {row['shared'] / 1024:.0f} KiB shared: {verdict}.<br>"
             f"Products use {unit} instructions: {row['hgmma']} HGMMA, {row['hmma']} HMMA in the code. "

@@ -39,9 +39,7 @@ def numbers(remeasure=False):
     if not remeasure:
         return results.load(RECORD)
     if not torch.cuda.is_available():
-        raise RuntimeError(
-            "REMEASURE is True but no CUDA device is here; set it to False to read the recorded numbers"
-        )
+        raise RuntimeError("REMEASURE is True but no CUDA device is here; set it to False to read the recorded numbers")
     # A process of its own: this one may have Triton's interpreter on, which would be timed in place of the GPU.
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as folder:

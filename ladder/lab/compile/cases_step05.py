@@ -36,9 +36,7 @@ def compile_cases(shared_memory_bytes, capability, *, thorough=False):
     chosen = CASES
     if thorough:
         dtypes = torch.float16, torch.bfloat16, torch.float32
-        chosen = [
-            (d, dv, dtype, causal) for d, dv in HEAD_SIZES for dtype in dtypes for causal in (False, True)
-        ]
+        chosen = [(d, dv, dtype, causal) for d, dv in HEAD_SIZES for dtype in dtypes for causal in (False, True)]
     for head_dim, head_dim_v, dtype, causal in chosen:
         length = 1001 if causal else 1024  # 1001: no divisor that the compiler could use
         q = torch.empty(2, 8, length, head_dim, dtype=dtype, device="meta")
@@ -52,12 +50,7 @@ def compile_cases(shared_memory_bytes, capability, *, thorough=False):
         )  # fmt: skip
         options = launch_config(head_dim, head_dim_v, q.element_size(), shared_memory_bytes, capability)
         kwargs = dict(
-            HEAD_DIM=head_dim,
-            HEAD_DIM_V=head_dim_v,
-            IS_CAUSAL=causal,
-            SCALE_SIGN=1,
-            HAS_LSE=causal,
-            **options,
+            HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, IS_CAUSAL=causal, SCALE_SIGN=1, HAS_LSE=causal, **options
         )
         dims = f"d{head_dim}" if head_dim == head_dim_v else f"d{head_dim}/{head_dim_v}"
         tiles = f"{options['BLOCK_M']}x{options['BLOCK_N']} w{options['num_warps']} s{options['num_stages']}"

@@ -129,9 +129,7 @@ def compile_for(target, kernel, *args, **kwargs):
 
     major, minor = capability(target)
     if not hasattr(kernel, "warmup") or type(kernel).__name__ == "InterpretedFunction":
-        raise ValueError(
-            f"kernel {kernel} runs in Triton's interpreter; want it imported with TRITON_INTERPRET unset"
-        )
+        raise ValueError(f"kernel {kernel} runs in Triton's interpreter; want it imported with TRITON_INTERPRET unset")
 
     def stand_in(value):
         return MockTensor(value.dtype) if hasattr(value, "data_ptr") else value

@@ -113,16 +113,7 @@ def compile_in_subprocess(target, *, triton_folder=None, chosen="all", thorough=
     path = [str(p) for p in (triton_folder, ROOT, os.environ.get("PYTHONPATH")) if p]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path)
-    command = [
-        sys.executable,
-        "-m",
-        "ladder.lab.compile.matrix",
-        "--worker",
-        "--targets",
-        target,
-        "--rungs",
-        chosen,
-    ]
+    command = [sys.executable, "-m", "ladder.lab.compile.matrix", "--worker", "--targets", target, "--rungs", chosen]
     done = subprocess.run(
         command + ["--thorough"] * thorough, env=environment, cwd=ROOT, capture_output=True, text=True
     )
@@ -161,15 +152,9 @@ def main(argv=None):
     parser.add_argument("--targets", nargs="+", default=TARGETS, choices=sorted(SHARED_MEMORY_LIMIT), metavar="sm_NN",
                         help="%(choices)s; %(default)s when left out")  # fmt: skip
     parser.add_argument("--rungs", default="all", help='"all", "5", "5-8", "step05_fused"')
-    parser.add_argument(
-        "--thorough", action="store_true", help="every head size, dtype and mask, not a choice of them"
-    )
-    parser.add_argument(
-        "--cache", default=ROOT / ".venv", help="where Triton versions are installed; %(default)s"
-    )
-    parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time; %(default)s"
-    )
+    parser.add_argument("--thorough", action="store_true", help="every head size, dtype and mask, not a choice of them")
+    parser.add_argument("--cache", default=ROOT / ".venv", help="where Triton versions are installed; %(default)s")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time; %(default)s")
     parser.add_argument("--json", metavar="PATH", help="also write the rows to this file")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -184,9 +169,7 @@ def main(argv=None):
         return 0
 
     try:
-        folders = (
-            {v: install(v, options.cache) for v in options.triton} if options.triton else {"installed": None}
-        )
+        folders = {v: install(v, options.cache) for v in options.triton} if options.triton else {"installed": None}
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 2

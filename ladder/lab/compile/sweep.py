@@ -40,9 +40,7 @@ def compile_step05(head_dim, head_dim_v, *, target="sm_90", causal=False, dtype=
     Returns:
         (configuration, ladder.lab.compile.compiler.Compiled).
     """
-    step05 = importlib.import_module(
-        "ladder.step05_fused.attention"
-    )  # the package's attribute is the function
+    step05 = importlib.import_module("ladder.step05_fused.attention")  # the package's attribute is the function
     from ladder.step05_fused.kernel import fused_attention_forward
 
     capability = divmod(int(target.removeprefix("sm_")), 10)
