@@ -35,26 +35,24 @@ def dflash2_tanh(x, EXACT: gl.constexpr):
 
 
 @gluon.jit
-def dflash2_logits(
-    s, first_key, last_row, low_row, sink_row, scale_log2, cap, COLUMNS: gl.constexpr,
-    NUM_RANGES: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
-    """Scores after softcap and mask: -inf where row r does not see the key, which is beyond last_row[r], or below low_row[r]
-    and not below sink_row[r].
+def dflash2_logits(s, first_key, sight, call, COLUMNS: gl.constexpr, shape: gl.constexpr, MASKED: gl.constexpr):
+    """Scores (64, COLUMNS) after softcap and mask: -inf where row r does not see the key, which is beyond last_row[r], or below
+    low_row[r] and not below sink_row[r].
 
     Columns are compared, not keys: their numbers are constants, so a compare and a select are all it costs.
     """
     LAYOUT: gl.constexpr = s.type.layout
-    if NEGATIVE:
+    if shape.NEGATIVE:
         s = -s
-    if CAP:
-        s = cap * dflash2_tanh(s * scale_log2, CAP == 2)
+    if shape.CAP:
+        s = call.cap * dflash2_tanh(s * call.scale_log2, shape.CAP == 2)
     if MASKED:
         ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
         column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
-        ok = column <= gl.convert_layout(last_row - first_key, ROW)[:, None]
-        if NUM_RANGES > 0:
-            ok = ok & ((column >= gl.convert_layout(low_row - first_key, ROW)[:, None]) | (column < gl.convert_layout(sink_row - first_key, ROW)[:, None]))
+        ok = column <= gl.convert_layout(sight.last_row - first_key, ROW)[:, None]
+        if shape.NUM_RANGES > 0:
+            low = gl.convert_layout(sight.low_row - first_key, ROW)[:, None]
+            ok = ok & ((column >= low) | (column < gl.convert_layout(sight.sink_row - first_key, ROW)[:, None]))
         s = gl.where(ok, s, float("-inf"))
     return s
 
@@ -90,15 +88,13 @@ def dflash2_softmax(s, row_max, scale_log2, N: gl.constexpr, MASKED: gl.constexp
 
 
 @gluon.jit
-def dflash2_first_softmax(
-    s, first_key, last_row, low_row, sink_row, scale_log2, cap, N: gl.constexpr, COLUMNS: gl.constexpr, NUM_RANGES: gl.constexpr,
-    CAP: gl.constexpr, NEGATIVE: gl.constexpr, CHAINS: gl.constexpr,
-):  # fmt: skip
+def dflash2_first_softmax(s, first_key, sight, call, COLUMNS: gl.constexpr, shape: gl.constexpr):
     """Probabilities, maximum and sums by lane of the first tile, which is always masked."""
+    N: gl.constexpr = shape.N
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     row_max = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    s = dflash2_logits(s, first_key, last_row, low_row, sink_row, scale_log2, cap, COLUMNS, NUM_RANGES, CAP, NEGATIVE, True)
-    p, row_max, alpha, part = dflash2_softmax(s, row_max, 1.0 if CAP else scale_log2, COLUMNS, True, CHAINS, False)
+    s = dflash2_logits(s, first_key, sight, call, COLUMNS, shape, True)
+    p, row_max, alpha, part = dflash2_softmax(s, row_max, 1.0 if shape.CAP else call.scale_log2, COLUMNS, True, shape.CHAINS, False)
     none = gl.sum(gl.sum(gl.reshape(gl.zeros([64, N], gl.float32, S_LAYOUT), [64, N // 8, 4, 2]), 3), 1)
     return p, row_max, gl.convert_layout(part, none.type.layout)
 
