@@ -25,57 +25,20 @@ KEYS = gl.constexpr(64)
 MERGE = gl.constexpr(15)  # hardware barrier of the warp group that computes
 
 
-@record
-class Lengths:
-    """The lengths of a batch, and how it is cut into parts: for ``dflash2_decode_cut`` and ``dflash2_decode_find``."""
-
-    seq_lens_ptr: gl.tensor
-    batch: gl.tensor
-    capacity: gl.tensor
-    num_splits: gl.tensor
-    target: gl.tensor
-    most: gl.tensor
-    min_tiles: gl.tensor
+# The lengths of a batch, and how it is cut into parts: for ``dflash2_decode_cut`` and ``dflash2_decode_find``.
+Lengths = record("Lengths", "seq_lens_ptr batch capacity num_splits target most min_tiles")
 
 
-@record
-class DecodeCall:
-    """What one launch was given, the same for all its programs."""
-
-    q_ptr: gl.tensor
-    out_ptr: gl.tensor
-    part_out_ptr: gl.tensor
-    part_lse_ptr: gl.tensor
-    lse_ptr: gl.tensor
-    sinks_ptr: gl.tensor
-    arrivals_ptr: gl.tensor
-    stride_qb: gl.tensor
-    stride_qm: gl.tensor
-    stride_qh: gl.tensor
-    stride_ob: gl.tensor
-    stride_om: gl.tensor
-    stride_oh: gl.tensor
-    q_len: gl.tensor
-    right: gl.tensor
-    num_kv_heads: gl.tensor
-    row_tiles: gl.tensor
-    capacity: gl.tensor
-    num_slots: gl.tensor
-    scale_log2: gl.tensor
+# What one launch was given, the same for all its programs.
+DecodeCall = record("DecodeCall", """
+    q_ptr out_ptr part_out_ptr part_lse_ptr lse_ptr sinks_ptr arrivals_ptr stride_qb stride_qm stride_qh stride_ob
+    stride_om stride_oh q_len right num_kv_heads row_tiles capacity num_slots scale_log2
+""")
 
 
-@record
-class DecodeMemory:
-    """Shared memory of a program: Q, slots of K and V with the mbarriers that say which are full, and the work items told of."""
-
-    q: gl.shared_memory_descriptor
-    k: gl.shared_memory_descriptor
-    v: gl.shared_memory_descriptor
-    k_full: gl.shared_memory_descriptor
-    v_full: gl.shared_memory_descriptor
-    work: gl.shared_memory_descriptor
-    work_full: gl.shared_memory_descriptor
-    work_free: gl.shared_memory_descriptor
+# Shared memory of a program: Q, slots of K and V with the mbarriers that say which are full, and the work items told
+# of.
+DecodeMemory = record("DecodeMemory", "q k v k_full v_full work work_full work_free")
 
 
 @gluon.jit

@@ -12,15 +12,14 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 aggregate = getattr(gluon, "aggregate", None) or triton_core._aggregate
 
 
-def record(cls):
-    """An aggregate whose fields are given in the order of their annotations, whatever values of a kernel they are."""
-    names = tuple(cls.__annotations__)
+def record(name, fields):
+    """An aggregate called ``name`` whose ``fields``, a string of names, are given in that order: any values of a kernel."""
+    fields = fields.split()
 
     def __init__(self, *values):
-        for name, value in zip(names, values, strict=True):
-            setattr(self, name, value if isinstance(value, triton_core.base_value) else triton_core.constexpr(value))
+        for field, value in zip(fields, values, strict=True):
+            setattr(self, field, value if isinstance(value, triton_core.base_value) else triton_core.constexpr(value))
 
     __init__.__triton_builtin__ = True  # it is no device code, so nothing of it counts for the cache of kernels
-    cls.__init__ = __init__
-    cls.__annotations__ = dict.fromkeys(names, triton_core.base_value)
-    return aggregate(cls)
+    kinds = dict.fromkeys(fields, triton_core.base_value)
+    return aggregate(type(name, (), {"__init__": __init__, "__annotations__": kinds, "__module__": __name__}))

@@ -36,18 +36,9 @@ Q_FREE = gl.constexpr(13)  # hardware barrier behind those of the ring
 THREADS = gl.constexpr(160)  # of the group and the producer
 
 
-@record
-class FewMemory:
-    """Shared memory of a program: Q, the ring of pieces of keys, probabilities, their mbarriers, and the work items told of."""
-
-    q: gl.shared_memory_descriptor
-    k: gl.shared_memory_descriptor
-    p: gl.shared_memory_descriptor
-    q_full: gl.shared_memory_descriptor
-    k_full: gl.shared_memory_descriptor
-    work: gl.shared_memory_descriptor
-    work_full: gl.shared_memory_descriptor
-    work_free: gl.shared_memory_descriptor
+# Shared memory of a program: Q, the ring of pieces of keys, probabilities, their mbarriers, and the work items told
+# of.
+FewMemory = record("FewMemory", "q k p q_full k_full work work_full work_free")
 
 
 @gluon.jit

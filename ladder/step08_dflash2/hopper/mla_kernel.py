@@ -52,49 +52,18 @@ HALF = gl.constexpr(256)  # value columns of a group
 ROPE = gl.constexpr(64)
 
 
-@record
-class MlaCall:
-    """What one launch was given, the same for all its programs."""
-
-    out_ptr: gl.tensor
-    part_out_ptr: gl.tensor
-    part_lse_ptr: gl.tensor
-    meta_ptr: gl.tensor
-    lse_ptr: gl.tensor
-    sinks_ptr: gl.tensor
-    arrivals_ptr: gl.tensor
-    stride_ob: gl.tensor
-    stride_om: gl.tensor
-    stride_oh: gl.tensor
-    num_heads: gl.tensor
-    q_len: gl.tensor
-    right: gl.tensor
-    row_tiles: gl.tensor
-    capacity: gl.tensor
-    num_slots: gl.tensor
-    scale_log2: gl.tensor
+# What one launch was given, the same for all its programs.
+MlaCall = record("MlaCall", """
+    out_ptr part_out_ptr part_lse_ptr meta_ptr lse_ptr sinks_ptr arrivals_ptr stride_ob stride_om stride_oh
+    num_heads q_len right row_tiles capacity num_slots scale_log2
+""")
 
 
-@record
-class MlaMemory:
-    """Shared memory of a program: Q and two tiles in three pieces each, what the groups tell each other, mbarriers, work items."""
-
-    q1: gl.shared_memory_descriptor
-    q2: gl.shared_memory_descriptor
-    q3: gl.shared_memory_descriptor
-    k1: gl.shared_memory_descriptor
-    k2: gl.shared_memory_descriptor
-    k3: gl.shared_memory_descriptor
-    even_max: gl.shared_memory_descriptor
-    odd_max: gl.shared_memory_descriptor
-    even_sum: gl.shared_memory_descriptor
-    odd_sum: gl.shared_memory_descriptor
-    q_full: gl.shared_memory_descriptor
-    q_free: gl.shared_memory_descriptor
-    k_full: gl.shared_memory_descriptor
-    work: gl.shared_memory_descriptor
-    work_full: gl.shared_memory_descriptor
-    work_free: gl.shared_memory_descriptor
+# Shared memory of a program: Q and two tiles in three pieces each, what the groups tell each other, mbarriers, work
+# items.
+MlaMemory = record("MlaMemory", """
+    q1 q2 q3 k1 k2 k3 even_max odd_max even_sum odd_sum q_full q_free k_full work work_full work_free
+""")
 
 
 @gluon.jit

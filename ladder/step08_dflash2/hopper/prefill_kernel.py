@@ -39,78 +39,25 @@ from .work import (
 )
 
 
-@record
-class Call:
-    """What one launch was given: pointers, lengths, strides and numbers, the same for all its programs."""
-
-    out_ptr: gl.tensor
-    lse_ptr: gl.tensor
-    sinks_ptr: gl.tensor
-    cu_q_ptr: gl.tensor
-    cu_k_ptr: gl.tensor
-    seq_lens_ptr: gl.tensor
-    table_ptr: gl.tensor
-    stride_om: gl.tensor
-    stride_oh: gl.tensor
-    stride_ob: gl.tensor
-    stride_lse: gl.tensor
-    seqlen_q: gl.tensor
-    seqlen_k: gl.tensor
-    num_heads: gl.tensor
-    group_size: gl.tensor
-    num_seqs: gl.tensor
-    num_m: gl.tensor
-    section: gl.tensor
-    num_splits: gl.tensor
-    num_work: gl.tensor
-    right: gl.tensor
-    scale_log2: gl.tensor
-    cap: gl.tensor
+# What one launch was given: pointers, lengths, strides and numbers, the same for all its programs.
+Call = record("Call", """
+    out_ptr lse_ptr sinks_ptr cu_q_ptr cu_k_ptr seq_lens_ptr table_ptr stride_om stride_oh stride_ob stride_lse
+    seqlen_q seqlen_k num_heads group_size num_seqs num_m section num_splits num_work right scale_log2 cap
+""")
 
 
-@record
-class Memory:
-    """Shared memory of a program: buffers of Q, slots of K and V, places of output, each in two parts of the columns; the
-    mbarriers that say which are full and which are free; and the work items that the producer has told of."""
-
-    q1: gl.shared_memory_descriptor
-    q2: gl.shared_memory_descriptor
-    k1: gl.shared_memory_descriptor
-    k2: gl.shared_memory_descriptor
-    v1: gl.shared_memory_descriptor
-    v2: gl.shared_memory_descriptor
-    o1: gl.shared_memory_descriptor
-    o2: gl.shared_memory_descriptor
-    q_full: gl.shared_memory_descriptor
-    q_free: gl.shared_memory_descriptor
-    k_full: gl.shared_memory_descriptor
-    v_full: gl.shared_memory_descriptor
-    work: gl.shared_memory_descriptor
-    work_full: gl.shared_memory_descriptor
-    work_free: gl.shared_memory_descriptor
+# Shared memory of a program: buffers of Q, slots of K and V, places of output, each in two parts of the columns; the
+# mbarriers that say which are full and which are free; and the work items that the producer has told of.
+Memory = record("Memory", "q1 q2 k1 k2 v1 v2 o1 o2 q_full q_free k_full v_full work work_full work_free")
 
 
-@record
-class Pages:
-    """Where the keys of a work item lie: batch and head of K and V, the first row of a packed sequence, its block table."""
-
-    batch: gl.tensor
-    head: gl.tensor
-    first: gl.tensor
-    table_ptr: gl.tensor
-    keys: gl.tensor
+# Where the keys of a work item lie: batch and head of K and V, the first row of a packed sequence, its block table.
+Pages = record("Pages", "batch head first table_ptr keys")
 
 
-@record
-class State:
-    """The softmax of 64 rows so far: accumulators (64, V1) and (64, V2), the probabilities (64, N / 2) of the last tile, packed in
-    pairs and not yet multiplied, the running maximum (64), and the running sums (64, lanes)."""
-
-    acc1: gl.tensor
-    acc2: gl.tensor
-    packed: gl.tensor
-    row_max: gl.tensor
-    row_sum: gl.tensor
+# The softmax of 64 rows so far: accumulators (64, V1) and (64, V2), the probabilities (64, N / 2) of the last tile,
+# packed in pairs and not yet multiplied, the running maximum (64), and the running sums (64, lanes).
+State = record("State", "acc1 acc2 packed row_max row_sum")
 
 
 @gluon.jit
@@ -194,6 +141,7 @@ def dflash2_produce(
         # Where the tiles of this work item lie.
         keys = gl.maximum(keys, 0)
         tiles = dflash2_tiles(WorkItem(first, batch, head, rows, first_q, keys, first_k, split), keys, call, shape)
+        kv_head = head // call.group_size
         q_batch = batch
         k_batch = batch
         if shape.RAGGED:
@@ -202,7 +150,7 @@ def dflash2_produce(
         pages = pages_ptr
         if shape.PAGE > 0:
             pages = pages_ptr + batch.to(gl.int64) * stride_pages
-        where = Pages(k_batch, head // call.group_size, first_k, pages, keys)
+        where = Pages(k_batch, kv_head, first_k, pages, keys)
         # Q, and K of the first tile, which may come while the consumers still hold the Q of the work item before.
         if shape.QBUF > 1:  # the other buffer is free by now
             dflash2_copy_queries(q1_desc, q2_desc, memory, anchor, turn, q_batch, head, first_q + first, shape)
@@ -347,6 +295,7 @@ def dflash2_fold(
     O1_LAYOUT: gl.constexpr = acc1.type.layout
     O2_LAYOUT: gl.constexpr = acc2.type.layout
     LANES: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
+    last_i = tiles.end - 1
     for i in range(from_i, to_i):
         if shape.CLEAN and MASKED:
             dflash2_clean_if_edge(memory, it, i - 1, sight.keys, tiles, shape)
@@ -364,7 +313,7 @@ def dflash2_fold(
         s = warpgroup_mma_wait(2 if shape.V2 > 0 else 1, [s])
         dflash2_arrive(anchor, shape.K_FREE + slot, shape.THREADS)
         if shape.Q_EARLY:
-            dflash2_arrive_if(anchor, i == tiles.end - 1, shape.Q_FREE + C, 128 + 32)
+            dflash2_arrive_if(anchor, i == last_i, shape.Q_FREE + C, 128 + 32)
         # Probabilities of this tile, while the values are multiplied.
         s = dflash2_logits(s, tile * N, sight, call, N, shape, MASKED)
         scale = 1.0 if shape.CAP else call.scale_log2

@@ -23,45 +23,17 @@ def dflash2_find(cu_ptr, slot, num_seqs, BLOCK: gl.constexpr):
     return low
 
 
-@record
-class WorkItem:
-    """One tile of queries: its first row in its sequence, batch, head, rows of the sequence, row of q at which they start,
-    keys of the sequence (-1: a length that no page holds), row of k at which they start, and part of a split."""
-
-    first: gl.tensor
-    batch: gl.tensor
-    head: gl.tensor
-    rows: gl.tensor
-    first_q: gl.tensor
-    keys: gl.tensor
-    first_k: gl.tensor
-    split: gl.tensor
+# One tile of queries: its first row in its sequence, batch, head, rows of the sequence, row of q at which they start,
+# keys of the sequence (-1: a length that no page holds), row of k at which they start, and part of a split.
+WorkItem = record("WorkItem", "first batch head rows first_q keys first_k split")
 
 
-@record
-class Tiles:
-    """The key tiles that a work item visits, as ``dflash2_keys`` returns them."""
-
-    low: gl.tensor
-    sink: gl.tensor
-    high_tile: gl.tensor
-    low_tile: gl.tensor
-    sink_tile: gl.tensor
-    begin: gl.tensor
-    end: gl.tensor
+# The key tiles that a work item visits, as ``dflash2_keys`` returns them.
+Tiles = record("Tiles", "low sink high_tile low_tile sink_tile begin end")
 
 
-@record
-class Sight:
-    """What the 64 rows of a group see: see ``dflash2_extent``. ``keys``: of the sequence."""
-
-    keys: gl.tensor
-    dead: gl.tensor
-    masked: gl.tensor
-    full: gl.tensor
-    last_row: gl.tensor
-    low_row: gl.tensor
-    sink_row: gl.tensor
+# What the 64 rows of a group see: see ``dflash2_extent``. ``keys``: of the sequence.
+Sight = record("Sight", "keys dead masked full last_row low_row sink_row")
 
 
 @gluon.jit
