@@ -1,8 +1,8 @@
 """Device code of paged GQA decode for sm_90, in Gluon: rows (token, head of a group) on tiles of 64 keys and values.
 
-Memory binds, so all that counts is that copies are always under way. A producer warp asks the copy engine for tiles, which
-takes no registers of the warps that compute; one warp group multiplies them, padded to the 64 rows of a wgmma. Two programs
-share a processor: while one waits for its tensor cores or its exponentials, the other's copies go on.
+Memory binds, so all that counts is that copies are always under way. A producer warp asks the copy engine for tiles,
+which takes no registers of the warps that compute; one warp group multiplies them, padded to the 64 rows of a wgmma.
+Two programs share a processor: while one waits for its tensor cores or its exponentials, the other's copies go on.
 """
 
 from triton.experimental import gluon
@@ -60,8 +60,8 @@ def dflash2_decode_add(a, b):
 
 @gluon.jit
 def dflash2_decode_cut(lengths, FOUND: gl.constexpr, BLOCK_B: gl.constexpr):
-    """(tiles of a split, slots in use, splits of every sequence where all have as many tiles, else 0): how the lengths.batch is cut, as
-    ``portable.decode_kernel.dflash2_chunk`` does it. One warp's work.
+    """(tiles of a split, slots in use, splits of every sequence where all have as many tiles, else 0): how the batch is
+    cut, as ``portable.decode_kernel.dflash2_chunk`` does it. One warp's work.
     """
     chunk = 1
     each = 0
@@ -76,7 +76,9 @@ def dflash2_decode_cut(lengths, FOUND: gl.constexpr, BLOCK_B: gl.constexpr):
         longest = 0
         for first in range(0, lengths.batch, BLOCK_B):
             b = first + gl.arange(0, BLOCK_B, LAYOUT)
-            tiles = dflash2_decode_tiles(gl.load(lengths.seq_lens_ptr + b, mask=b < lengths.batch, other=0), lengths.capacity)
+            tiles = dflash2_decode_tiles(
+                gl.load(lengths.seq_lens_ptr + b, mask=b < lengths.batch, other=0), lengths.capacity
+            )
             total += gl.sum(tiles, 0)
             longest = gl.maximum(longest, gl.max(tiles, 0))
         mean = (total + lengths.batch - 1) // lengths.batch
@@ -89,7 +91,9 @@ def dflash2_decode_cut(lengths, FOUND: gl.constexpr, BLOCK_B: gl.constexpr):
             slots = 0
             for first in range(0, lengths.batch, BLOCK_B):
                 b = first + gl.arange(0, BLOCK_B, LAYOUT)
-                tiles = dflash2_decode_tiles(gl.load(lengths.seq_lens_ptr + b, mask=b < lengths.batch, other=0), lengths.capacity)
+                tiles = dflash2_decode_tiles(
+                    gl.load(lengths.seq_lens_ptr + b, mask=b < lengths.batch, other=0), lengths.capacity
+                )
                 slots += gl.sum(gl.where(b < lengths.batch, dflash2_decode_splits(tiles, chunk), 0), 0)
     return chunk, slots, each
 
@@ -113,7 +117,9 @@ def dflash2_decode_find(slot, chunk, each, lengths, FOUND: gl.constexpr, BLOCK_B
             used = 0
             for first in range(0, lengths.batch, BLOCK_B):
                 b = first + gl.arange(0, BLOCK_B, LAYOUT)
-                tiles = dflash2_decode_tiles(gl.load(lengths.seq_lens_ptr + b, mask=b < lengths.batch, other=0), lengths.capacity)
+                tiles = dflash2_decode_tiles(
+                    gl.load(lengths.seq_lens_ptr + b, mask=b < lengths.batch, other=0), lengths.capacity
+                )
                 wants = gl.where(b < lengths.batch, dflash2_decode_splits(tiles, chunk), 0)
                 done = (b < lengths.batch) & (used + gl.associative_scan(wants, 0, dflash2_decode_add) <= slot)
                 seq += gl.sum(done.to(gl.int32), 0)
@@ -174,7 +180,8 @@ def dflash2_decode_produce(
     k_desc, v_desc, memory, lengths, pages_ptr, counter_ptr, stride_pages, num_kv_heads, row_tiles,
     D: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, FOUND: gl.constexpr, BLOCK_B: gl.constexpr,
 ):  # fmt: skip
-    """The producer's warp: cuts the batch, draws work items, tells the consumers of them, and issues the copies of K and V."""
+    """The producer's warp: cuts the batch, draws work items, tells the consumers of them, and issues the copies of K
+    and V."""
     anchor = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     heads = num_kv_heads * row_tiles  # tiles that share keys run side by side, then heads that are neighbours in memory
     chunk, slots, each = dflash2_decode_cut(lengths, FOUND, BLOCK_B)
@@ -238,12 +245,15 @@ def dflash2_decode_arrive(anchor, arrivals_ptr, number):
 
 @gluon.jit
 def dflash2_decode_merge(
-    anchor, part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, arrivals_ptr, stride_arrivals, first_part, split, splits,
+    anchor, part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, arrivals_ptr, stride_arrivals, first_part, split,
+    splits,
     seq, num_kv_heads, kv_head, first_row, q_len,
-    stride_om, stride_oh, GROUP: gl.constexpr, D: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, SOME: gl.constexpr, DT: gl.constexpr,
+    stride_om, stride_oh, GROUP: gl.constexpr, D: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
+    SOME: gl.constexpr, DT: gl.constexpr,
 ):  # fmt: skip
-    """The last split of a sequence to finish merges all; of very many, the last of some neighbours merges those, and the last of
-    these the rest: a long sequence among short ones has over a hundred, which one program would read in turn.
+    """The last split of a sequence to finish merges all; of very many, the last of some neighbours merges those, and
+    the last of these the rest: a long sequence among short ones has over a hundred, which one program would read in
+    turn.
     """
     SPLITS: gl.constexpr = 64 // SOME  # under way together, of SOME rows
     together = gl.where(splits > 4 * SPLITS, SPLITS, splits)
@@ -260,7 +270,8 @@ def dflash2_decode_merge(
         )  # fmt: skip
         mine = final == 0
         if mine:
-            mine = dflash2_decode_arrive(anchor, arrivals_ptr + (first_part + 1) * stride_arrivals, groups)  # no neighbours start there
+            # no neighbours start there
+            mine = dflash2_decode_arrive(anchor, arrivals_ptr + (first_part + 1) * stride_arrivals, groups)
             start = start * 0
             number = groups
             stride = together
@@ -271,13 +282,14 @@ def dflash2_decode_merge(
 def dflash2_decode_merge_add(
     anchor, part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, first_part, number, stride, final,
     seq, num_kv_heads, kv_head, first_row, q_len,
-    stride_om, stride_oh, GROUP: gl.constexpr, D: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, SOME: gl.constexpr, DT: gl.constexpr,
+    stride_om, stride_oh, GROUP: gl.constexpr, D: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
+    SOME: gl.constexpr, DT: gl.constexpr,
 ):  # fmt: skip
     """Add up ``number`` parts, ``stride`` apart, into the output, or into the first of them: for the rows of one tile,
     out = sum_s 2^(lse_s - lse) out_s, lse = log2 sum_s 2^lse_s.
 
-    Parts are added in their order, not in that of arrival: the same bits on every run. They are read past L1 (.cg), which
-    may hold what the workspace was before. A sink is one more part, of no value.
+    Parts are added in their order, not in that of arrival: the same bits on every run. They are read past L1 (.cg),
+    which may hold what the workspace was before. A sink is one more part, of no value.
     """
     SPLITS: gl.constexpr = 64 // SOME
     L3: gl.constexpr = gl.BlockedLayout([SPLITS, 1, D // 32], [1, 1, 32], [1, 4, 1], [2, 1, 0])
@@ -307,30 +319,41 @@ def dflash2_decode_merge_add(
             shift = gl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
             rescale = gl.exp2(top - shift)
             weight = gl.exp2(lse - shift[None, :])
-            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, gl.SliceLayout(0, L3)))[:, None] + gl.sum(out * gl.expand_dims(weight, 2), 0)
+            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, gl.SliceLayout(0, L3)))[:, None] + gl.sum(
+                out * gl.expand_dims(weight, 2), 0
+            )
             total = total * rescale + gl.sum(weight, 0)
             top = new_top
         total = gl.where(total == 0.0, 1.0, total)
         acc = acc / gl.convert_layout(total, gl.SliceLayout(1, gl.SliceLayout(0, L3)))[:, None]
         o_row = start + gl.arange(0, SOME, gl.SliceLayout(1, gl.SliceLayout(0, L3)))
         if final:
-            place_o = (o_row // GROUP).to(gl.int64) * stride_om + (kv_head * GROUP + o_row % GROUP).to(gl.int64) * stride_oh
+            place_o = (
+                (o_row // GROUP).to(gl.int64) * stride_om
+                + (kv_head * GROUP + o_row % GROUP).to(gl.int64) * stride_oh
+            )
             gl.store(out_ptr + place_o[:, None] + column[None, :], acc.to(DT), mask=(o_row < rows)[:, None])
             if HAS_LSE:
                 place_l = (seq.to(gl.int64) * num_kv_heads * GROUP + head) * q_len + row // GROUP
                 gl.store(lse_ptr + place_l, (top + gl.log2(total)) * 0.6931471805599453, mask=row < rows)
         else:
             dflash2_sync(anchor, MERGE, 128)  # all have read what is now written over
-            gl.store(part_out_ptr + (first_part * rows + o_row)[:, None] * D + column[None, :], acc, mask=(o_row < rows)[:, None])
+            gl.store(
+                part_out_ptr + (first_part * rows + o_row)[:, None] * D + column[None, :],
+                acc,
+                mask=(o_row < rows)[:, None],
+            )
             gl.store(part_lse_ptr + first_part * rows + row, top + gl.log2(total), mask=row < rows)
 
 
 @gluon.jit
 def dflash2_decode_consume(
-    memory, call, GROUP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr,
+    memory, call, GROUP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, NEGATIVE: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
     HAS_LSE: gl.constexpr, MERGE_ROWS: gl.constexpr, DT: gl.constexpr,
 ):  # fmt: skip
-    """The warp group that computes: 64 rows of a work item against each of its tiles, then the output or a part of it."""
+    """The warp group that computes: 64 rows of a work item against each of its tiles, then the output or a part of
+    it."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
@@ -361,7 +384,10 @@ def dflash2_decode_consume(
         slot_of_work = t // call.row_tiles // call.num_kv_heads
 
         q_row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, Q_LAYOUT))
-        q_place = (q_row // GROUP).to(gl.int64) * call.stride_qm + (kv_head * GROUP + q_row % GROUP).to(gl.int64) * call.stride_qh
+        q_place = (
+            (q_row // GROUP).to(gl.int64) * call.stride_qm
+            + (kv_head * GROUP + q_row % GROUP).to(gl.int64) * call.stride_qh
+        )
         column = gl.arange(0, D, gl.SliceLayout(0, Q_LAYOUT))
         q_base = call.q_ptr + seq.to(gl.int64) * call.stride_qb
         q = gl.load(q_base + q_place[:, None] + column[None, :], mask=(q_row < rows)[:, None], other=0.0)
@@ -372,7 +398,8 @@ def dflash2_decode_consume(
 
         row = first_row + gl.arange(0, ROWS, ROW)
         last_key = gl.minimum(length - 1, length - call.q_len + row // GROUP + call.right)
-        whole = gl.minimum(gl.maximum(0, length - call.q_len + call.right + 1), length) // KEYS  # tiles that every row sees whole
+        # tiles that every row sees whole
+        whole = gl.minimum(gl.maximum(0, length - call.q_len + call.right + 1), length) // KEYS
         row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         row_sum = gl.zeros([ROWS], gl.float32, ROW)
         acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
@@ -383,7 +410,8 @@ def dflash2_decode_consume(
             it += 1
             mbarrier.wait(memory.k_full.index(slot), phase)
             s = warpgroup_mma(
-                memory.q, memory.k.index(slot).reshape([KEYS, D]).permute((1, 0)), gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT),
+                memory.q, memory.k.index(slot).reshape([KEYS, D]).permute((1, 0)),
+                gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT),
                 use_acc=False, is_async=True,
             )  # fmt: skip
             s = warpgroup_mma_wait(0, [s])
@@ -401,7 +429,9 @@ def dflash2_decode_consume(
             mbarrier.wait(memory.v_full.index(slot), phase)
             if (tile + 1) * KEYS > length:  # 0 x NaN is NaN
                 dflash2_clean(memory.v, slot, tile, length, 0, 0, KEYS, D, 0)
-            acc = warpgroup_mma(dflash2_unpack(packed, KEYS, DT, P_LAYOUT), memory.v.index(slot).reshape([KEYS, D]), acc, is_async=True)
+            acc = warpgroup_mma(
+                dflash2_unpack(packed, KEYS, DT, P_LAYOUT), memory.v.index(slot).reshape([KEYS, D]), acc, is_async=True
+            )
             acc, packed = warpgroup_mma_wait(0, [acc, packed])
             dflash2_arrive(anchor, FREE + STAGES + slot, 160)
 
@@ -426,17 +456,30 @@ def dflash2_decode_consume(
             if splits == 1:
                 if HAS_LSE:
                     place_l = (seq.to(gl.int64) * call.num_kv_heads * GROUP + head) * call.q_len + row // GROUP
-                    gl.store(call.lse_ptr + place_l, gl.where(beyond, float("nan"), row_lse * 0.6931471805599453), mask=row < rows)
-                place_o = (o_row // GROUP).to(gl.int64) * call.stride_om + (kv_head * GROUP + o_row % GROUP).to(gl.int64) * call.stride_oh
+                    gl.store(
+                        call.lse_ptr + place_l,
+                        gl.where(beyond, float("nan"), row_lse * 0.6931471805599453),
+                        mask=row < rows,
+                    )
+                place_o = (
+                    (o_row // GROUP).to(gl.int64) * call.stride_om
+                    + (kv_head * GROUP + o_row % GROUP).to(gl.int64) * call.stride_oh
+                )
                 o_base = call.out_ptr + seq.to(gl.int64) * call.stride_ob
                 gl.store(o_base + place_o[:, None] + column_o[None, :], acc.to(DT), mask=(o_row < rows)[:, None])
             else:
                 part = (kv_head * call.num_slots + slot_of_work).to(gl.int64)
                 gl.store(call.part_lse_ptr + part * rows + row, row_lse, mask=row < rows)
-                gl.store(call.part_out_ptr + (part * rows + o_row)[:, None] * D + column_o[None, :], acc, mask=(o_row < rows)[:, None])
+                gl.store(
+                    call.part_out_ptr + (part * rows + o_row)[:, None] * D + column_o[None, :],
+                    acc,
+                    mask=(o_row < rows)[:, None],
+                )
                 dflash2_decode_merge(
-                    anchor, call.part_out_ptr, call.part_lse_ptr, call.out_ptr + seq.to(gl.int64) * call.stride_ob, call.lse_ptr, call.sinks_ptr,
-                    call.arrivals_ptr + t % call.row_tiles, call.row_tiles, part - split, split, splits, seq, call.num_kv_heads, kv_head, first_row, call.q_len,
+                    anchor, call.part_out_ptr, call.part_lse_ptr, call.out_ptr + seq.to(gl.int64) * call.stride_ob,
+                    call.lse_ptr, call.sinks_ptr,
+                    call.arrivals_ptr + t % call.row_tiles, call.row_tiles, part - split, split, splits, seq,
+                    call.num_kv_heads, kv_head, first_row, call.q_len,
                     call.stride_om, call.stride_oh, GROUP, D, HAS_SINKS, HAS_LSE, MERGE_ROWS, DT,
                 )  # fmt: skip
         turn += 1
@@ -445,24 +488,28 @@ def dflash2_decode_consume(
 
 
 PLAIN = (
-    "stride_qb", "stride_qm", "stride_qh", "stride_ob", "stride_om", "stride_oh", "stride_pages", "batch", "num_kv_heads",
+    "stride_qb", "stride_qm", "stride_qh", "stride_ob", "stride_om", "stride_oh", "stride_pages", "batch",
+    "num_kv_heads",
     "q_len", "capacity", "num_slots", "num_splits", "target", "most", "min_tiles", "right",
 )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=PLAIN, do_not_specialize_on_alignment=(*PLAIN, "arrivals_ptr", "counter_ptr"))
 def dflash2_decode_hopper(
-    k_desc, v_desc, q_ptr, pages_ptr, seq_lens_ptr, out_ptr, part_out_ptr, part_lse_ptr, lse_ptr, sinks_ptr, arrivals_ptr, counter_ptr,
+    k_desc, v_desc, q_ptr, pages_ptr, seq_lens_ptr, out_ptr, part_out_ptr, part_lse_ptr, lse_ptr, sinks_ptr,
+    arrivals_ptr, counter_ptr,
     stride_qb, stride_qm, stride_qh, stride_ob, stride_om, stride_oh, stride_pages,
     batch, num_kv_heads, q_len, capacity, num_slots, num_splits, target, most, min_tiles, right, scale_log2,
-    GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, FOUND: gl.constexpr, BLOCK_B: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, FOUND: gl.constexpr,
+    BLOCK_B: gl.constexpr,
     NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, MERGE_ROWS: gl.constexpr, DT: gl.constexpr,
 ):  # fmt: skip
-    """Works of 64 rows (token, head) of one KV group over one split of the sequence's tiles, drawn from a counter by as many
-    programs as the chip holds.
+    """Works of 64 rows (token, head) of one KV group over one split of the sequence's tiles, drawn from a counter by as
+    many programs as the chip holds.
 
-    The last program to finish a split of a sequence adds them up, MERGE_ROWS rows at a time. A part is the ``rows`` of a work:
-    ``part_out`` (KV heads * num_slots * rows, D) float32 and ``part_lse``, log2; ``arrivals`` has a counter for each and row tile.
+    The last program to finish a split of a sequence adds them up, MERGE_ROWS rows at a time. A part is the ``rows`` of
+    a work: ``part_out`` (KV heads * num_slots * rows, D) float32 and ``part_lse``, log2; ``arrivals`` has a counter for
+    each and row tile.
     """
     row_tiles = (q_len * GROUP + ROWS - 1) // ROWS
     q_smem = gl.allocate_shared_memory(DT, [ROWS, D], gl.NVMMASharedLayout(128, 16, rank=2))

@@ -1,8 +1,10 @@
-"""Device code of MLA's latent decode for sm_90 with few query rows, in Gluon: memory binds, so all is done to keep it busy.
+"""Device code of MLA's latent decode for sm_90 with few query rows, in Gluon: memory binds, so all is done to keep it
+busy.
 
-The products are turned round: keys, and then value columns, are the 64 rows that a tensor-core instruction wants, and the 16
-or 32 query rows are its columns. So nothing is padded, the 512 columns of output of a row fit the registers of one warp
-group, and Q is small: what is left of shared memory is a ring of pieces of 64 keys by 192 columns, three of them a tile.
+The products are turned round: keys, and then value columns, are the 64 rows that a tensor-core instruction wants, and
+the 16 or 32 query rows are its columns. So nothing is padded, the 512 columns of output of a row fit the registers of
+one warp group, and Q is small: what is left of shared memory is a ring of pieces of 64 keys by 192 columns, three of
+them a tile.
 """
 
 from triton.experimental import gluon
@@ -47,23 +49,31 @@ def dflash2_mla_few_copy(k_desc, k_smem, k_full, slot, pages, tile, piece, PAGE:
     mbarrier.expect(k_full.index(slot), KEYS * PIECE * CHUNK * 2)
     if PAGE >= KEYS:
         for c in gl.static_range(PIECE):
-            async_load(k_desc, [pages, tile * KEYS % PAGE, CHUNK * (PIECE * piece + c)], k_full.index(slot), k_smem.index(PIECE * slot + c))
+            async_load(
+                k_desc, [pages, tile * KEYS % PAGE, CHUNK * (PIECE * piece + c)], k_full.index(slot),
+                k_smem.index(PIECE * slot + c),
+            )  # fmt: skip
     else:
         lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
         for part in gl.static_range(KEYS // PAGE):
             page = gl.sum(gl.where(lane == part, pages, 0), 0)
             for c in gl.static_range(PIECE):
                 async_load(
-                    k_desc, [page, 0, CHUNK * (PIECE * piece + c)], k_full.index(slot), k_smem.index(PIECE * slot + c).slice(part * PAGE, PAGE, 1)
+                    k_desc,
+                    [page, 0, CHUNK * (PIECE * piece + c)],
+                    k_full.index(slot),
+                    k_smem.index(PIECE * slot + c).slice(part * PAGE, PAGE, 1),
                 )
 
 
 @gluon.jit
 def dflash2_mla_few_touch(pages_ptr, stride_pages, seq, batch, capacity, PAGE: gl.constexpr):
-    """Ask for the block table's row of a sequence before the lengths say which part is wanted: of 32 pages a line, a lane each."""
+    """Ask for the block table's row of a sequence before the lengths say which part is wanted: of 32 pages a line, a
+    lane each."""
     page = 32 * gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     row = pages_ptr + gl.minimum(seq, batch - 1).to(gl.int64) * stride_pages
-    gl.load(row + page, mask=page < capacity // PAGE, other=0, volatile=True)  # volatile: or the compiler would see that nobody reads it
+    # volatile: or the compiler would see that nobody reads it
+    gl.load(row + page, mask=page < capacity // PAGE, other=0, volatile=True)
 
 
 @gluon.jit
@@ -71,7 +81,8 @@ def dflash2_mla_few_produce(
     q_desc, k_desc, memory, lengths, pages_ptr, counter_ptr, stride_pages, row_tiles,
     ROWS: gl.constexpr, SLOTS: gl.constexpr, PAGE: gl.constexpr, FOUND: gl.constexpr, BLOCK_B: gl.constexpr,
 ):  # fmt: skip
-    """Draw works, tell the consumers of them, and bring their Q and keys; the keys of a work come while the last is computed."""
+    """Draw works, tell the consumers of them, and bring their Q and keys; the keys of a work come while the last is
+    computed."""
     anchor = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     dflash2_mla_few_touch(pages_ptr, stride_pages, gl.program_id(0) // row_tiles, lengths.batch, lengths.capacity, PAGE)
     chunk, slots, each = dflash2_decode_cut(lengths, FOUND, BLOCK_B)
@@ -96,7 +107,8 @@ def dflash2_mla_few_produce(
         if split >= splits:
             last = first
         first_row = t % row_tiles * ROWS
-        q_piece = gl.where(q_turn == 0, 0, gl.minimum(4, PIECE * (last - first) - 1))  # its place is free later than those of keys
+        # its place is free later than those of keys
+        q_piece = gl.where(q_turn == 0, 0, gl.minimum(4, PIECE * (last - first) - 1))
         keys = gl.where(tiles > 0, length, 0)  # no page is looked up for a length that none holds
         ahead = dflash2_decode_pages(pages, first, keys, PAGE)  # looked up a tile ahead: a copy does not wait for it
         for tile in range(first, last):
@@ -116,7 +128,8 @@ def dflash2_mla_few_produce(
         seq = -1
         if num_work > gl.num_programs(0):  # one program for each work needs no counter
             ticket = gl.atomic_add(counter_ptr, 1, sem="relaxed", scope="gpu")
-            if ticket == num_work - 1:  # every program draws one number too many: the last draw leaves the counter at zero
+            # every program draws one number too many: the last draw leaves the counter at zero
+            if ticket == num_work - 1:
                 gl.store(counter_ptr, 0)
             t = ticket + gl.num_programs(0)
             if t < num_work:
@@ -133,11 +146,14 @@ def dflash2_mla_few_product(acc, alpha, k_smem, p_smem, g, J: gl.constexpr, SLOT
 
 @gluon.jit
 def dflash2_mla_few_consume(
-    memory, call, ROWS: gl.constexpr, SLOTS: gl.constexpr, NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
+    memory, call, ROWS: gl.constexpr, SLOTS: gl.constexpr, NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr,
+    HAS_LSE: gl.constexpr,
     SPLIT: gl.constexpr, MERGES: gl.constexpr, DT: gl.constexpr,
 ):  # fmt: skip
-    """The warp group that computes: ROWS rows of a work item against each of its tiles, then the output or a part of it."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])  # of scores and of output: rows are columns
+    """The warp group that computes: ROWS rows of a work item against each of its tiles, then the output or a part of
+    it."""
+    # of scores and of output: rows are columns
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     anchor = gl.full([128], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
     rows = call.q_len * call.num_heads
@@ -205,7 +221,9 @@ def dflash2_mla_few_consume(
             sums = sums * alpha[None, :] + p
             if (tile + 1) * KEYS > length:
                 for j in gl.static_range(8):
-                    dflash2_clean(memory.k, PIECE * ((g + j // PIECE) % SLOTS) + j % PIECE, tile, length, 0, 0, KEYS, CHUNK, 0)
+                    dflash2_clean(
+                        memory.k, PIECE * ((g + j // PIECE) % SLOTS) + j % PIECE, tile, length, 0, 0, KEYS, CHUNK, 0
+                    )
             fence_async_shared()
             o0 = dflash2_mla_few_product(o0, alpha, memory.k, memory.p, g, 0, SLOTS, ROWS)
             o1 = dflash2_mla_few_product(o1, alpha, memory.k, memory.p, g, 1, SLOTS, ROWS)
@@ -239,8 +257,12 @@ def dflash2_mla_few_consume(
             lse = row_max + gl.log2(row_sum)
             if splits == 1:
                 if HAS_LSE:
-                    place = (seq.to(gl.int64) * call.num_heads + row % call.num_heads) * call.q_len + row // call.num_heads
-                    gl.store(call.lse_ptr + place, gl.where(beyond, float("nan"), lse * 0.6931471805599453), mask=row < rows)
+                    place = (
+                        seq.to(gl.int64) * call.num_heads + row % call.num_heads
+                    ) * call.q_len + row // call.num_heads
+                    gl.store(
+                        call.lse_ptr + place, gl.where(beyond, float("nan"), lse * 0.6931471805599453), mask=row < rows
+                    )
             else:
                 gl.store(call.part_lse_ptr + part * ROWS + row - first_row, lse, mask=row < rows)
             dflash2_mla_few_store(o0, 0, factor, call, seq, part, splits, first_row, row, rows, ROWS, LAYOUT)
@@ -255,8 +277,10 @@ def dflash2_mla_few_consume(
                 if MERGES:
                     if splits > 1:
                         dflash2_mla_merge(
-                            call.part_out_ptr, call.part_lse_ptr, call.out_ptr, call.lse_ptr, call.sinks_ptr, call.arrivals_ptr, part - split, split, splits, seq,
-                            call.num_heads, call.q_len, first_row, call.stride_ob, call.stride_om, call.stride_oh, ROWS, 0, 512, HAS_SINKS, HAS_LSE,
+                            call.part_out_ptr, call.part_lse_ptr, call.out_ptr, call.lse_ptr, call.sinks_ptr,
+                            call.arrivals_ptr, part - split, split, splits, seq,
+                            call.num_heads, call.q_len, first_row, call.stride_ob, call.stride_om, call.stride_oh, ROWS,
+                            0, 512, HAS_SINKS, HAS_LSE,
                         )  # fmt: skip
                 else:
                     if (split == 0) & (first_row == 0):
@@ -269,14 +293,33 @@ def dflash2_mla_few_consume(
 
 @gluon.jit
 def dflash2_mla_few_store(
-    acc, COLUMN: gl.constexpr, factor, call, seq, part, splits, first_row, row, rows, ROWS: gl.constexpr, LAYOUT: gl.constexpr
+    acc,
+    COLUMN: gl.constexpr,
+    factor,
+    call,
+    seq,
+    part,
+    splits,
+    first_row,
+    row,
+    rows,
+    ROWS: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):
     """Store 64 value columns of ROWS rows: into the output, or into a part of it in float32."""
     acc = acc * factor[None, :]
     column = COLUMN + gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))
     if splits == 1:
-        place = seq.to(gl.int64) * call.stride_ob + (row // call.num_heads).to(gl.int64) * call.stride_om + (row % call.num_heads).to(gl.int64) * call.stride_oh
-        gl.store(call.out_ptr + place[None, :] + column[:, None], acc.to(call.out_ptr.dtype.element_ty), mask=(row < rows)[None, :])
+        place = (
+            seq.to(gl.int64) * call.stride_ob
+            + (row // call.num_heads).to(gl.int64) * call.stride_om
+            + (row % call.num_heads).to(gl.int64) * call.stride_oh
+        )
+        gl.store(
+            call.out_ptr + place[None, :] + column[:, None],
+            acc.to(call.out_ptr.dtype.element_ty),
+            mask=(row < rows)[None, :],
+        )
     else:
         place = (part * ROWS + row - first_row) * 512
         gl.store(call.part_out_ptr + place[None, :] + column[:, None], acc, mask=(row < rows)[None, :])
@@ -284,17 +327,20 @@ def dflash2_mla_few_store(
 
 @gluon.jit(do_not_specialize=PLAIN, do_not_specialize_on_alignment=PLAIN)
 def dflash2_mla_few_hopper(
-    q_desc, k_desc, pages_ptr, seq_lens_ptr, out_ptr, part_out_ptr, part_lse_ptr, meta_ptr, lse_ptr, sinks_ptr, arrivals_ptr, counter_ptr,
+    q_desc, k_desc, pages_ptr, seq_lens_ptr, out_ptr, part_out_ptr, part_lse_ptr, meta_ptr, lse_ptr, sinks_ptr,
+    arrivals_ptr, counter_ptr,
     stride_ob, stride_om, stride_oh, stride_pages,
     batch, num_heads, q_len, capacity, num_slots, num_splits, target, most, min_tiles, right, scale_log2,
-    ROWS: gl.constexpr, SLOTS: gl.constexpr, PAGE: gl.constexpr, FOUND: gl.constexpr, BLOCK_B: gl.constexpr, NEGATIVE: gl.constexpr,
+    ROWS: gl.constexpr, SLOTS: gl.constexpr, PAGE: gl.constexpr, FOUND: gl.constexpr, BLOCK_B: gl.constexpr,
+    NEGATIVE: gl.constexpr,
     HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, MERGES: gl.constexpr, DT: gl.constexpr,
 ):  # fmt: skip
-    """ROWS rows (token, head) of one sequence over one split of its tiles a work; the programs draw works until none is left.
+    """ROWS rows (token, head) of one sequence over one split of its tiles a work; the programs draw works until none is
+    left.
 
-    A part of ``part_out`` (num parts, ROWS, 512) float32 and ``part_lse`` (num parts, ROWS), log2, is that of its work. With
-    MERGES, the programs merge them, and ``arrivals`` (num parts) counts who is done; else ``meta`` (batch, 2) tells the merge
-    where the parts of a sequence start and how many they are.
+    A part of ``part_out`` (num parts, ROWS, 512) float32 and ``part_lse`` (num parts, ROWS), log2, is that of its work.
+    With MERGES, the programs merge them, and ``arrivals`` (num parts) counts who is done; else ``meta`` (batch, 2)
+    tells the merge where the parts of a sequence start and how many they are.
     """
     q_smem = gl.allocate_shared_memory(DT, [9, 1, ROWS, CHUNK], q_desc.layout)
     k_smem = gl.allocate_shared_memory(DT, [PIECE * SLOTS, 1, KEYS, CHUNK], k_desc.layout)
@@ -315,11 +361,13 @@ def dflash2_mla_few_hopper(
     memory = FewMemory(q_smem, k_smem, p_smem, q_full, k_full, work_smem, work_full, work_free)
     lengths = Lengths(seq_lens_ptr, batch, capacity, num_splits, target, most, min_tiles)
     call = MlaCall(
-        out_ptr, part_out_ptr, part_lse_ptr, meta_ptr, lse_ptr, sinks_ptr, arrivals_ptr, stride_ob, stride_om, stride_oh,
+        out_ptr, part_out_ptr, part_lse_ptr, meta_ptr, lse_ptr, sinks_ptr, arrivals_ptr, stride_ob, stride_om,
+        stride_oh,
         num_heads, q_len, right, row_tiles, capacity, num_slots, scale_log2,
     )  # fmt: skip
     gl.warp_specialize([  # the tuples stand here in full: a variable would turn their constants into values
         (dflash2_mla_few_consume, (memory, call, ROWS, SLOTS, NEGATIVE, HAS_SINKS, HAS_LSE, SPLIT, MERGES, DT)),
         (dflash2_mla_few_produce, (
-            q_desc, k_desc, memory, lengths, pages_ptr, counter_ptr, stride_pages, row_tiles, ROWS, SLOTS, PAGE, FOUND, BLOCK_B)),
+            q_desc, k_desc, memory, lengths, pages_ptr, counter_ptr, stride_pages, row_tiles, ROWS, SLOTS, PAGE, FOUND,
+            BLOCK_B)),
     ], [1], [40])  # fmt: skip

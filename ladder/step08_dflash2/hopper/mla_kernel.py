@@ -1,16 +1,19 @@
-"""Device code of MLA's latent decode for sm_90 with many query rows, in Gluon: 64 rows on tiles of 64 latent keys of 576 columns.
+"""Device code of MLA's latent decode for sm_90 with many query rows, in Gluon: 64 rows on tiles of 64 latent keys of
+576 columns.
 
-A float32 accumulator of 64 x 512 fills half the register file, so two warp groups hold 256 value columns each; a producer warp
-brings the tiles, which serve as keys (576 columns) and as values (512) both. Tiles go in pairs: the first group makes the
-scores and probabilities of the even tiles, the second of the odd ones, and each multiplies both with its columns. So the
-exponentials of one tile run under the other tile's scores, or under the products of the tile before:
+A float32 accumulator of 64 x 512 fills half the register file, so two warp groups hold 256 value columns each; a
+producer warp brings the tiles, which serve as keys (576 columns) and as values (512) both. Tiles go in pairs: the first
+group makes the scores and probabilities of the even tiles, the second of the odd ones, and each multiplies both with
+its columns. So the exponentials of one tile run under the other tile's scores, or under the products of the tile
+before:
 
     tensor cores   even scores | odd scores  | even tile: left, right | odd tile: right, left | even scores ..
     first group    (wait)      | even maxima, exponentials            | (wait)
     second group   (wait)                    | odd maxima, exponentials
 
-Probabilities change hands through shared memory, in the place of the tile's last 64 key columns, which only its scores read:
-two tiles and Q leave no room for more. The running maxima go with them; a group finds the rescale of the other by itself.
+Probabilities change hands through shared memory, in the place of the tile's last 64 key columns, which only its scores
+read: two tiles and Q leave no room for more. The running maxima go with them; a group finds the rescale of the other by
+itself.
 """
 
 from triton.experimental import gluon
@@ -41,7 +44,8 @@ STAGES = gl.constexpr(2)
 LEFT = gl.constexpr(0)  # pieces of a tile, barriers of their own each: columns 0 .. 256, 256 .. 512, 512 .. 576
 RIGHT = gl.constexpr(2)
 LAST = gl.constexpr(4)
-EVEN_P = gl.constexpr(11)  # hardware barriers behind those of the pieces: probabilities of the even tile are there, of the odd one
+# hardware barriers behind those of the pieces: probabilities of the even tile are there, of the odd one
+EVEN_P = gl.constexpr(11)
 ODD_P = gl.constexpr(12)
 ODD_TURN = gl.constexpr(13)  # the even scores are all but done; the odd ones
 EVEN_TURN = gl.constexpr(15)
@@ -67,7 +71,9 @@ MlaMemory = record("MlaMemory", """
 
 
 @gluon.jit
-def dflash2_mla_copy(desc, smem, full, slot, pages, tile, COLUMN: gl.constexpr, WIDTH: gl.constexpr, PAGE: gl.constexpr):
+def dflash2_mla_copy(
+    desc, smem, full, slot, pages, tile, COLUMN: gl.constexpr, WIDTH: gl.constexpr, PAGE: gl.constexpr
+):
     """Bring a piece of a tile, a copy for each page."""
     mbarrier.expect(full, KEYS * WIDTH * 2)
     if PAGE >= KEYS:
@@ -118,7 +124,8 @@ def dflash2_mla_produce(
     q1_desc, q3_desc, k1_desc, k3_desc, memory, lengths, pages_ptr, counter_ptr, stride_pages, row_tiles,
     PAGE: gl.constexpr, FOUND: gl.constexpr, BLOCK_B: gl.constexpr,
 ):  # fmt: skip
-    """Draw works, tell both groups of them, and bring their Q and tiles; those of a work come while the last one is ended."""
+    """Draw works, tell both groups of them, and bring their Q and tiles; those of a work come while the last one is
+    ended."""
     anchor = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     chunk, slots, each = dflash2_decode_cut(lengths, FOUND, BLOCK_B)
     num_work = slots * row_tiles  # tiles that share keys run side by side
@@ -138,7 +145,8 @@ def dflash2_mla_produce(
             last = tiles * (split + 1) // splits
             if turn == 0:
                 dflash2_mla_query(q1_desc, q3_desc, memory, turn, seq, first_row)
-            ahead = dflash2_decode_pages(pages, first, keys, PAGE)  # looked up a tile ahead: a copy does not wait for it
+            # looked up a tile ahead: a copy does not wait for it
+            ahead = dflash2_decode_pages(pages, first, keys, PAGE)
             for tile in range(first, last, 2):
                 mine = ahead
                 ahead = dflash2_decode_pages(pages, tile + 1, keys, PAGE)
@@ -156,7 +164,8 @@ def dflash2_mla_produce(
             turn += 1
         if num_work > gl.num_programs(0):
             ticket = gl.atomic_add(counter_ptr, 1, sem="relaxed", scope="gpu")
-            if ticket == num_work - 1:  # every program draws one number too many: the last draw leaves the counter at zero
+            # every program draws one number too many: the last draw leaves the counter at zero
+            if ticket == num_work - 1:
                 gl.store(counter_ptr, 0)
             t = ticket + gl.num_programs(0)
         else:  # one program for each work needs no counter
@@ -231,17 +240,23 @@ def dflash2_mla_hear(max_smem, row_max, row_sum, anchor, scale_log2, IDS: gl.con
 def dflash2_mla_other(acc, alpha, k3_smem, v_smem, SLOT: gl.constexpr):
     """The other group's probabilities times this group's columns of its tile: under way."""
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return warpgroup_mma(k3_smem.index(SLOT).reshape([ROWS, KEYS]), v_smem.index(SLOT).reshape([KEYS, HALF]), acc, is_async=True)
+    return warpgroup_mma(
+        k3_smem.index(SLOT).reshape([ROWS, KEYS]), v_smem.index(SLOT).reshape([KEYS, HALF]), acc, is_async=True
+    )
 
 
 @gluon.jit
 def dflash2_mla_own(acc, packed, v_smem, SLOT: gl.constexpr, DT: gl.constexpr):
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    return warpgroup_mma(dflash2_unpack(packed, KEYS, DT, P_LAYOUT), v_smem.index(SLOT).reshape([KEYS, HALF]), acc, is_async=True)
+    return warpgroup_mma(
+        dflash2_unpack(packed, KEYS, DT, P_LAYOUT), v_smem.index(SLOT).reshape([KEYS, HALF]), acc, is_async=True
+    )
 
 
 @gluon.jit
-def dflash2_mla_factor(row_max, row_sum, my_smem, other_smem, anchor, row, call, splits, beyond, HAS_SINKS: gl.constexpr):
+def dflash2_mla_factor(
+    row_max, row_sum, my_smem, other_smem, anchor, row, call, splits, beyond, HAS_SINKS: gl.constexpr
+):
     """(factor of the output, log-sum-exp in log2) of all keys; each group has summed up its own tiles."""
     my_smem.store(row_sum)
     dflash2_sync(anchor, SUMS, 256)
@@ -257,7 +272,8 @@ def dflash2_mla_factor(row_max, row_sum, my_smem, other_smem, anchor, row, call,
             row_sum = row_sum * norm + gl.exp2(logit - safe)
             row_max = top
     row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)  # no key seen: 0 stays 0, and the log-sum-exp -inf
-    return gl.where(beyond, float("nan"), norm / row_sum), row_max + gl.log2(row_sum)  # a length that no page holds: loud, not wrong
+    # a length that no page holds: loud, not wrong
+    return gl.where(beyond, float("nan"), norm / row_sum), row_max + gl.log2(row_sum)
 
 
 @gluon.jit
@@ -267,7 +283,11 @@ def dflash2_mla_store(acc, COLUMN: gl.constexpr, call, seq, part, splits, first_
         LAYOUT: gl.constexpr = dflash2_wide(HALF) if WIDE else acc.type.layout
         row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
         column = COLUMN + gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))
-        place = seq.to(gl.int64) * call.stride_ob + (row // call.num_heads).to(gl.int64) * call.stride_om + (row % call.num_heads).to(gl.int64) * call.stride_oh
+        place = (
+            seq.to(gl.int64) * call.stride_ob
+            + (row // call.num_heads).to(gl.int64) * call.stride_om
+            + (row % call.num_heads).to(gl.int64) * call.stride_oh
+        )
         if WIDE:
             place = gl.multiple_of(place, 8)
         acc_out = gl.convert_layout(acc.to(call.out_ptr.dtype.element_ty), LAYOUT)
@@ -276,7 +296,11 @@ def dflash2_mla_store(acc, COLUMN: gl.constexpr, call, seq, part, splits, first_
         part_row = gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout))
         part_column = COLUMN + gl.arange(0, HALF, gl.SliceLayout(0, acc.type.layout))
         part_place = (part * ROWS + part_row) * 512
-        gl.store(call.part_out_ptr + part_place[:, None] + part_column[None, :], acc, mask=(first_row + part_row < rows)[:, None])
+        gl.store(
+            call.part_out_ptr + part_place[:, None] + part_column[None, :],
+            acc,
+            mask=(first_row + part_row < rows)[:, None],
+        )
 
 
 @gluon.jit
@@ -329,7 +353,9 @@ def dflash2_mla_even(
                 mbarrier.wait(memory.k_full.index(LEFT + 1), (odds + half - 1) & 1)
                 acc, packed = warpgroup_mma_wait(0, [acc, packed])
                 dflash2_arrive(anchor, FREE + LEFT, 160)
-                row_max, row_sum, alpha = dflash2_mla_hear(memory.odd_max, row_max, row_sum, anchor, call.scale_log2, ODD_P)
+                row_max, row_sum, alpha = dflash2_mla_hear(
+                    memory.odd_max, row_max, row_sum, anchor, call.scale_log2, ODD_P
+                )
                 acc = dflash2_mla_other(acc, alpha, memory.k3, memory.k1, 1)
                 s = dflash2_mla_scores(memory, tile, (evens + half) & 1, 0, S_LAYOUT)
                 acc = warpgroup_mma_wait(3, [acc])
@@ -356,7 +382,9 @@ def dflash2_mla_even(
             dflash2_arrive(anchor, FREE + LEFT, 160)
             if odd == 0:
                 mbarrier.wait(memory.k_full.index(LEFT + 1), (odds - 1) & 1)
-                row_max, row_sum, alpha = dflash2_mla_hear(memory.odd_max, row_max, row_sum, anchor, call.scale_log2, ODD_P)
+                row_max, row_sum, alpha = dflash2_mla_hear(
+                    memory.odd_max, row_max, row_sum, anchor, call.scale_log2, ODD_P
+                )
                 if last * KEYS > length:
                     dflash2_clean(memory.k1, 1, last - 1, length, 0, 0, KEYS, HALF, 0)
                 acc = dflash2_mla_other(acc, alpha, memory.k3, memory.k1, 1)
@@ -366,14 +394,25 @@ def dflash2_mla_even(
         else:
             mbarrier.arrive(memory.q_free)
         factor, lse = dflash2_mla_factor(
-            row_max, row_sum, memory.even_sum.index(turn & 1), memory.odd_sum.index(turn & 1), anchor, row, call, splits, beyond, HAS_SINKS
+            row_max,
+            row_sum,
+            memory.even_sum.index(turn & 1),
+            memory.odd_sum.index(turn & 1),
+            anchor,
+            row,
+            call,
+            splits,
+            beyond,
+            HAS_SINKS,
         )
         slot = t // call.row_tiles
         part = ((t % call.row_tiles) * call.num_slots + slot).to(gl.int64)
         if splits == 1:
             if HAS_LSE:
                 place = (seq.to(gl.int64) * call.num_heads + row % call.num_heads) * call.q_len + row // call.num_heads
-                gl.store(call.lse_ptr + place, gl.where(beyond, float("nan"), lse * 0.6931471805599453), mask=row < rows)
+                gl.store(
+                    call.lse_ptr + place, gl.where(beyond, float("nan"), lse * 0.6931471805599453), mask=row < rows
+                )
         else:
             gl.store(call.part_lse_ptr + part * ROWS + row - first_row, lse, mask=row < rows)
         acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT))[:, None]
@@ -382,8 +421,10 @@ def dflash2_mla_even(
             if MERGES:
                 if splits > 1:
                     dflash2_mla_merge(
-                        call.part_out_ptr, call.part_lse_ptr, call.out_ptr, call.lse_ptr, call.sinks_ptr, call.arrivals_ptr, part - split, split, splits, seq,
-                        call.num_heads, call.q_len, first_row, call.stride_ob, call.stride_om, call.stride_oh, ROWS, 0, HALF, HAS_SINKS, HAS_LSE,
+                        call.part_out_ptr, call.part_lse_ptr, call.out_ptr, call.lse_ptr, call.sinks_ptr,
+                        call.arrivals_ptr, part - split, split, splits, seq,
+                        call.num_heads, call.q_len, first_row, call.stride_ob, call.stride_om, call.stride_oh, ROWS, 0,
+                        HALF, HAS_SINKS, HAS_LSE,
                     )  # fmt: skip
             else:
                 if (split == 0) & (first_row == 0):
@@ -397,7 +438,8 @@ def dflash2_mla_even(
 
 @gluon.jit
 def dflash2_mla_odd(
-    memory, call, NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, SPLIT: gl.constexpr, MERGES: gl.constexpr, WIDE: gl.constexpr,
+    memory, call, NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr, SPLIT: gl.constexpr, MERGES: gl.constexpr,
+    WIDE: gl.constexpr,
     DT: gl.constexpr,
 ):  # fmt: skip
     """Scores and probabilities of the odd tiles of a work, and value columns 256 .. 512."""
@@ -433,15 +475,19 @@ def dflash2_mla_odd(
         for tile in range(first + 1, last, 2):
             half = (tile - first) // 2
             phase = (odds + half) & 1
-            dflash2_sync(anchor, ODD_TURN, 256)  # the even scores first: else both groups would do their exponentials at once
+            # the even scores first: else both groups would do their exponentials at once
+            dflash2_sync(anchor, ODD_TURN, 256)
             if (tile + 1) * KEYS > length:
                 mbarrier.wait(memory.k_full.index(RIGHT + 1), phase)
                 dflash2_clean(memory.k2, 1, tile, length, 0, 0, KEYS, HALF, 0)
             s = dflash2_mla_scores(memory, tile, phase, 1, S_LAYOUT)
             mbarrier.wait(memory.k_full.index(RIGHT), (evens + half) & 1)
-            row_max, row_sum, alpha = dflash2_mla_hear(memory.even_max, row_max, row_sum, anchor, call.scale_log2, EVEN_P)
+            row_max, row_sum, alpha = dflash2_mla_hear(
+                memory.even_max, row_max, row_sum, anchor, call.scale_log2, EVEN_P
+            )
             acc = warpgroup_mma_wait(1, [acc])
-            dflash2_arrive(anchor, EVEN_TURN, 256)  # the left product of the even tile would take half of the cores from these scores, and be over too early
+            # the left product of the even tile would take half of the cores from these scores, and be over too early
+            dflash2_arrive(anchor, EVEN_TURN, 256)
             s = warpgroup_mma_wait(0, [s])  # ptxas would wait here anyway: the rescale writes accumulators
             s = dflash2_mla_mask(s, tile, last_key, low_key, NEGATIVE)
             acc = dflash2_mla_other(acc, alpha, memory.k3, memory.k2, 0)
@@ -460,7 +506,9 @@ def dflash2_mla_odd(
         odds += (last - first) // 2
         if (last - first) % 2 == 1:
             mbarrier.wait(memory.k_full.index(RIGHT), (evens - 1) & 1)
-            row_max, row_sum, alpha = dflash2_mla_hear(memory.even_max, row_max, row_sum, anchor, call.scale_log2, EVEN_P)
+            row_max, row_sum, alpha = dflash2_mla_hear(
+                memory.even_max, row_max, row_sum, anchor, call.scale_log2, EVEN_P
+            )
             if last * KEYS > length:
                 dflash2_clean(memory.k2, 0, last - 1, length, 0, 0, KEYS, HALF, 0)
             acc = dflash2_mla_other(acc, alpha, memory.k3, memory.k2, 0)
@@ -468,7 +516,16 @@ def dflash2_mla_odd(
             dflash2_arrive(anchor, FREE + RIGHT, 160)
             dflash2_arrive(anchor, FREE + LAST, 160)
         factor, lse = dflash2_mla_factor(
-            row_max, row_sum, memory.odd_sum.index(turn & 1), memory.even_sum.index(turn & 1), anchor, row, call, splits, beyond, HAS_SINKS
+            row_max,
+            row_sum,
+            memory.odd_sum.index(turn & 1),
+            memory.even_sum.index(turn & 1),
+            anchor,
+            row,
+            call,
+            splits,
+            beyond,
+            HAS_SINKS,
         )
         part = ((t % call.row_tiles) * call.num_slots + t // call.row_tiles).to(gl.int64)
         acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT))[:, None]
@@ -478,8 +535,10 @@ def dflash2_mla_odd(
                 works = call.row_tiles * call.num_slots
                 gl.store(call.part_lse_ptr + (works + part) * ROWS + row - first_row, lse, mask=row < rows)
                 dflash2_mla_merge(
-                    call.part_out_ptr, call.part_lse_ptr + works.to(gl.int64) * ROWS, call.out_ptr, call.part_lse_ptr, call.sinks_ptr, call.arrivals_ptr + works, part - split, split,
-                    splits, seq, call.num_heads, call.q_len, first_row, call.stride_ob, call.stride_om, call.stride_oh, ROWS, HALF, HALF, HAS_SINKS, False,
+                    call.part_out_ptr, call.part_lse_ptr + works.to(gl.int64) * ROWS, call.out_ptr, call.part_lse_ptr,
+                    call.sinks_ptr, call.arrivals_ptr + works, part - split, split,
+                    splits, seq, call.num_heads, call.q_len, first_row, call.stride_ob, call.stride_om, call.stride_oh,
+                    ROWS, HALF, HALF, HAS_SINKS, False,
                 )  # fmt: skip
         mbarrier.arrive(memory.work_free.index(told))
         turn += 1
@@ -488,25 +547,28 @@ def dflash2_mla_odd(
 
 
 PLAIN = (
-    "stride_ob", "stride_om", "stride_oh", "stride_pages", "batch", "num_heads", "q_len", "capacity", "num_slots", "num_splits",
+    "stride_ob", "stride_om", "stride_oh", "stride_pages", "batch", "num_heads", "q_len", "capacity", "num_slots",
+    "num_splits",
     "target", "most", "min_tiles", "right",
 )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=PLAIN, do_not_specialize_on_alignment=PLAIN)
 def dflash2_mla_hopper(
-    q1_desc, q3_desc, k1_desc, k3_desc, pages_ptr, seq_lens_ptr, out_ptr, part_out_ptr, part_lse_ptr, meta_ptr, lse_ptr, sinks_ptr, arrivals_ptr, counter_ptr,
+    q1_desc, q3_desc, k1_desc, k3_desc, pages_ptr, seq_lens_ptr, out_ptr, part_out_ptr, part_lse_ptr, meta_ptr, lse_ptr,
+    sinks_ptr, arrivals_ptr, counter_ptr,
     stride_ob, stride_om, stride_oh, stride_pages,
     batch, num_heads, q_len, capacity, num_slots, num_splits, target, most, min_tiles, right, scale_log2,
     PAGE: gl.constexpr, FOUND: gl.constexpr, BLOCK_B: gl.constexpr, NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr,
     HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, MERGES: gl.constexpr, WIDE: gl.constexpr, DT: gl.constexpr,
 ):  # fmt: skip
-    """64 rows (token, head) of one sequence over one split of its tiles a work; the programs draw works until none is left.
+    """64 rows (token, head) of one sequence over one split of its tiles a work; the programs draw works until none is
+    left.
 
-    A part of ``part_out`` (num parts, 64, 512) float32 and ``part_lse`` (num parts, 64), log2, is that of its work. With MERGES, each
-    group merges its columns: it has a ``part_lse`` and ``arrivals`` (num parts) of its own, the second's behind the first's.
-    Else ``meta`` (batch, 2) tells the merge where the parts of a sequence start and how many they are. WIDE: see
-    ``dflash2_mla_store``.
+    A part of ``part_out`` (num parts, 64, 512) float32 and ``part_lse`` (num parts, 64), log2, is that of its work.
+    With MERGES, each group merges its columns: it has a ``part_lse`` and ``arrivals`` (num parts) of its own, the
+    second's behind the first's. Else ``meta`` (batch, 2) tells the merge where the parts of a sequence start and how
+    many they are. WIDE: see ``dflash2_mla_store``.
     """
     q1_smem = gl.allocate_shared_memory(DT, [1, 1, ROWS, HALF], q1_desc.layout)
     q2_smem = gl.allocate_shared_memory(DT, [1, 1, ROWS, HALF], q1_desc.layout)
@@ -516,7 +578,8 @@ def dflash2_mla_hopper(
     k3_smem = gl.allocate_shared_memory(DT, [STAGES, 1, KEYS, ROPE], k3_desc.layout)
     even_max = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     odd_max = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    even_sum = gl.allocate_shared_memory(gl.float32, [2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # of works in turn: a group may be one ahead
+    # of works in turn: a group may be one ahead
+    even_sum = gl.allocate_shared_memory(gl.float32, [2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     odd_sum = gl.allocate_shared_memory(gl.float32, [2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     work_smem = gl.allocate_shared_memory(gl.int32, [8 * PLACES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -534,12 +597,14 @@ def dflash2_mla_hopper(
     fence_async_shared()
     row_tiles = (q_len * num_heads + ROWS - 1) // ROWS
     memory = MlaMemory(
-        q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem, even_max, odd_max, even_sum, odd_sum, q_full, q_free, k_full,
+        q1_smem, q2_smem, q3_smem, k1_smem, k2_smem, k3_smem, even_max, odd_max, even_sum, odd_sum, q_full, q_free,
+        k_full,
         work_smem, work_full, work_free,
     )  # fmt: skip
     lengths = Lengths(seq_lens_ptr, batch, capacity, num_splits, target, most, min_tiles)
     call = MlaCall(
-        out_ptr, part_out_ptr, part_lse_ptr, meta_ptr, lse_ptr, sinks_ptr, arrivals_ptr, stride_ob, stride_om, stride_oh,
+        out_ptr, part_out_ptr, part_lse_ptr, meta_ptr, lse_ptr, sinks_ptr, arrivals_ptr, stride_ob, stride_om,
+        stride_oh,
         num_heads, q_len, right, row_tiles, capacity, num_slots, scale_log2,
     )  # fmt: skip
     gl.warp_specialize([  # the tuples stand here in full: a variable would turn their constants into values

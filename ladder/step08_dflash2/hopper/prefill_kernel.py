@@ -1,8 +1,10 @@
-"""Device code of step 08's prefill for sm_90, in Gluon: TMA brings tiles, wgmma multiplies them, warps have one job each.
+"""Device code of step 08's prefill for sm_90, in Gluon: TMA brings tiles, wgmma multiplies them, warps have one job
+each.
 
 One program owns 64 * WG query rows of one head. A producer warp issues every copy; WG consumer warp groups own 64 rows
-each, which drift apart or take turns: while one fills the tensor cores, another does its exponentials. The slots of K and
-V go round. What a kernel is compiled for is its ``PrefillShape``; a ``Call`` and a ``Memory`` are what a launch was given.
+each, which drift apart or take turns: while one fills the tensor cores, another does its exponentials. The slots of K
+and V go round. What a kernel is compiled for is its ``PrefillShape``; a ``Call`` and a ``Memory`` are what a launch was
+given.
 """
 
 from triton.experimental import gluon
@@ -62,7 +64,18 @@ State = record("State", "acc1 acc2 packed row_max row_sum")
 
 @gluon.jit
 def dflash2_copy_keys(
-    desc_1, desc_2, smem_1, smem_2, full, slot, where, tile, tiles, D1: gl.constexpr, D2: gl.constexpr, shape: gl.constexpr
+    desc_1,
+    desc_2,
+    smem_1,
+    smem_2,
+    full,
+    slot,
+    where,
+    tile,
+    tiles,
+    D1: gl.constexpr,
+    D2: gl.constexpr,
+    shape: gl.constexpr,
 ):
     """Bring one tile of K or V: one copy, or one for each page. A page that no row sees is not looked up."""
     N: gl.constexpr = shape.N
@@ -71,7 +84,9 @@ def dflash2_copy_keys(
     if PAGE == 0:
         async_load(desc_1, [where.batch, where.head, where.first + tile * N, 0], full.index(slot), smem_1.index(slot))
         if D2 > 0:
-            async_load(desc_2, [where.batch, where.head, where.first + tile * N, D1], full.index(slot), smem_2.index(slot))
+            async_load(
+                desc_2, [where.batch, where.head, where.first + tile * N, D1], full.index(slot), smem_2.index(slot)
+            )
     else:
         ROWS: gl.constexpr = PAGE if PAGE < N else N
         for part in gl.static_range(N // ROWS):
@@ -118,13 +133,35 @@ def dflash2_bring_keys(k1_desc, k2_desc, memory, anchor, it, i, where, tiles, sh
     tile = dflash2_tile_number(i, tiles, shape)
     dflash2_await_slot(anchor, it, shape.K_FREE, shape.STAGES, shape.THREADS)
     dflash2_copy_keys(
-        k1_desc, k2_desc, memory.k1, memory.k2, memory.k_full, it % shape.STAGES, where, tile, tiles, shape.D1, shape.D2, shape
+        k1_desc,
+        k2_desc,
+        memory.k1,
+        memory.k2,
+        memory.k_full,
+        it % shape.STAGES,
+        where,
+        tile,
+        tiles,
+        shape.D1,
+        shape.D2,
+        shape,
     )
 
 
 @gluon.jit
 def dflash2_produce(
-    q1_desc, q2_desc, k1_desc, k2_desc, v1_desc, v2_desc, pages_ptr, stride_pages, counter_ptr, memory, call, shape: gl.constexpr
+    q1_desc,
+    q2_desc,
+    k1_desc,
+    k2_desc,
+    v1_desc,
+    v2_desc,
+    pages_ptr,
+    stride_pages,
+    counter_ptr,
+    memory,
+    call,
+    shape: gl.constexpr,
 ):
     """The producer's warp: draws work items, tells the consumers of them, and issues every copy of Q, K and V."""
     STAGES: gl.constexpr = shape.STAGES
@@ -184,7 +221,18 @@ def dflash2_produce(
             tile = dflash2_tile_number(i - 1, tiles, shape)
             dflash2_await_slot(anchor, it, shape.V_FREE, STAGES, shape.THREADS)
             dflash2_copy_keys(
-                v1_desc, v2_desc, memory.v1, memory.v2, memory.v_full, it % STAGES, where, tile, tiles, shape.V1, shape.V2, shape
+                v1_desc,
+                v2_desc,
+                memory.v1,
+                memory.v2,
+                memory.v_full,
+                it % STAGES,
+                where,
+                tile,
+                tiles,
+                shape.V1,
+                shape.V2,
+                shape,
             )
             if not shape.K_AHEAD:
                 if i < tiles.end:
@@ -219,7 +267,8 @@ def dflash2_scores(q1, q2, memory, slot, COLUMNS: gl.constexpr, shape: gl.conste
 
 @gluon.jit
 def dflash2_multiply(acc1, acc2, packed, it, memory, ROWS: gl.constexpr, shape: gl.constexpr):
-    """Start adding the product of the probabilities of tile number ``it`` with the first ROWS rows of its V, once that is there.
+    """Start adding the product of the probabilities of tile number ``it`` with the first ROWS rows of its V, once that
+    is there.
 
     The probabilities beyond ROWS are zero.
     """
@@ -287,8 +336,8 @@ def dflash2_fold(
     state, it, from_i, to_i, C: gl.constexpr, anchor, q1, q2, memory, tiles, sight, call,
     MASKED: gl.constexpr, P_ROWS: gl.constexpr, shape: gl.constexpr,
 ):  # fmt: skip
-    """Fold tiles from_i .. to_i into the state. The probabilities of the tile before are multiplied with its V while the
-    scores of this one are on the way, and the exponentials of this one run while that product does."""
+    """Fold tiles from_i .. to_i into the state. The probabilities of the tile before are multiplied with its V while
+    the scores of this one are on the way, and the exponentials of this one run while that product does."""
     N: gl.constexpr = shape.N
     STAGES: gl.constexpr = shape.STAGES
     acc1, acc2, packed, row_max, row_sum = state.acc1, state.acc2, state.packed, state.row_max, state.row_sum
@@ -437,7 +486,9 @@ def dflash2_consume(C: gl.constexpr, o1_desc, o2_desc, memory, call, shape: gl.c
             it = dflash2_leave(it, tiles, sight.dead, C, anchor, memory, shape)
         if sight.dead < tiles.end:
             # The first tile, all others, and the values of the last.
-            packed, top, total_by_lane = dflash2_start(it, C, anchor, q1, q2, memory, tiles, sight, call, COLUMNS, shape)
+            packed, top, total_by_lane = dflash2_start(
+                it, C, anchor, q1, q2, memory, tiles, sight, call, COLUMNS, shape
+            )
             state = State(acc1, acc2, packed, top, total_by_lane)
             state, it = dflash2_rest(state, it, C, anchor, q1, q2, memory, tiles, sight, call, COLUMNS, shape)
             top, total_by_lane = state.row_max, state.row_sum
@@ -463,7 +514,8 @@ def dflash2_consume(C: gl.constexpr, o1_desc, o2_desc, memory, call, shape: gl.c
         if shape.HAS_SINKS and not shape.SPLIT:  # one more logit in the denominator
             logit = gl.load(call.sinks_ptr + head).to(gl.float32) * 1.4426950408889634
             higher = gl.maximum(top, logit)
-            safe = gl.where(higher == float("-inf"), 0.0, higher)  # a sink of -inf for a row without keys: -inf - -inf is NaN
+            # a sink of -inf for a row without keys: -inf - -inf is NaN
+            safe = gl.where(higher == float("-inf"), 0.0, higher)
             norm = gl.exp2(top - safe)
             total = total * norm + gl.exp2(logit - safe)
             top = higher
@@ -484,7 +536,9 @@ def dflash2_consume(C: gl.constexpr, o1_desc, o2_desc, memory, call, shape: gl.c
             if not shape.RAGGED:
                 lse_place += (batch * call.num_heads).to(gl.int64) * call.stride_lse
             if shape.SPLIT:
-                lse_place += split.to(gl.int64) * call.num_heads * (1 if shape.RAGGED else call.num_seqs) * call.stride_lse
+                lse_place += (
+                    split.to(gl.int64) * call.num_heads * (1 if shape.RAGGED else call.num_seqs) * call.stride_lse
+                )
             gl.store(call.lse_ptr + head.to(gl.int64) * call.stride_lse + lse_place, lse, mask=row < rows)
         if not shape.FULL_STORE:
             dflash2_store(acc1, batch, head, first_q, mine, rows, split, call, 0, V1, shape)
@@ -513,10 +567,13 @@ def dflash2_consume(C: gl.constexpr, o1_desc, o2_desc, memory, call, shape: gl.c
 
 @constexpr_function
 def dflash2_wide(columns):
-    """The layout of a product's (64, columns) after the four lanes of a row have exchanged columns: each has eight neighbours."""
+    """The layout of a product's (64, columns) after the four lanes of a row have exchanged columns: each has eight
+    neighbours."""
     rest = [[0, c] for c in (32, 64, 128) if c < columns]
     return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [8, 0], *rest], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, columns]
+        [[0, 1], [0, 2], [0, 4], [8, 0], *rest], [
+            [0, 8], [0, 16], [1, 0], [2, 0], [4, 0],
+        ], [[16, 0], [32, 0]], [], [64, columns]  # fmt: skip
     )
 
 
@@ -524,7 +581,8 @@ def dflash2_wide(columns):
 def dflash2_store(
     acc, batch, head, first_q, mine, rows, split, call, COLUMN: gl.constexpr, V: gl.constexpr, shape: gl.constexpr
 ):
-    """Store from registers what a copy of a whole tile would run over (a ragged end), or has no room for, or float32 parts."""
+    """Store from registers what a copy of a whole tile would run over (a ragged end), or has no room for, or float32
+    parts."""
     LAYOUT: gl.constexpr = acc.type.layout if shape.SPLIT else dflash2_wide(V)
     acc = gl.convert_layout(acc.to(call.out_ptr.dtype.element_ty), LAYOUT)
     row = mine + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
@@ -545,7 +603,8 @@ def dflash2_store(
 
 
 PLAIN = (  # lengths and strides: values, never reasons to compile again
-    "stride_om", "stride_oh", "stride_ob", "stride_lse", "stride_pages", "seqlen_q", "seqlen_k", "num_heads", "group_size", "num_seqs",
+    "stride_om", "stride_oh", "stride_ob", "stride_lse", "stride_pages", "seqlen_q", "seqlen_k", "num_heads",
+    "group_size", "num_seqs",
     "num_m", "section", "num_splits", "num_work", "right",
 )  # fmt: skip
 
@@ -604,8 +663,10 @@ def dflash2_prefill_hopper(
         q_full, q_free, k_full, v_full, work_smem, work_full, work_free,
     )  # fmt: skip
     call = Call(
-        out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_ob, stride_lse,
-        seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2, cap,
+        out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seq_lens_ptr, table_ptr, stride_om, stride_oh, stride_ob,
+        stride_lse,
+        seqlen_q, seqlen_k, num_heads, group_size, num_seqs, num_m, section, num_splits, num_work, right, scale_log2,
+        cap,
     )  # fmt: skip
     if WG == 3:
         gl.warp_specialize([
@@ -613,12 +674,14 @@ def dflash2_prefill_hopper(
             (dflash2_consume, (1, o1_desc, o2_desc, memory, call, shape)),
             (dflash2_consume, (2, o1_desc, o2_desc, memory, call, shape)),
             (dflash2_produce, (
-                q1_desc, q2_desc, k1_desc, k2_desc, v1_desc, v2_desc, pages_ptr, stride_pages, counter_ptr, memory, call, shape)),
+                q1_desc, q2_desc, k1_desc, k2_desc, v1_desc, v2_desc, pages_ptr, stride_pages, counter_ptr, memory,
+                call, shape)),
         ], [4, 4, 1], [shape.CONSUMER_REGS, shape.CONSUMER_REGS, shape.PRODUCER_REGS])  # fmt: skip
     else:
         gl.warp_specialize([
             (dflash2_consume, (0, o1_desc, o2_desc, memory, call, shape)),
             (dflash2_consume, (1, o1_desc, o2_desc, memory, call, shape)),
             (dflash2_produce, (
-                q1_desc, q2_desc, k1_desc, k2_desc, v1_desc, v2_desc, pages_ptr, stride_pages, counter_ptr, memory, call, shape)),
+                q1_desc, q2_desc, k1_desc, k2_desc, v1_desc, v2_desc, pages_ptr, stride_pages, counter_ptr, memory,
+                call, shape)),
         ], [4, 1], [shape.CONSUMER_REGS, shape.PRODUCER_REGS])  # fmt: skip

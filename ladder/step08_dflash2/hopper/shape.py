@@ -1,4 +1,5 @@
-"""What a prefill kernel for sm_90 is compiled for: one object of constants, which the host makes and device code reads."""
+"""What a prefill kernel for sm_90 is compiled for: one object of constants, which the host makes and device code
+reads."""
 
 from dataclasses import dataclass
 
@@ -10,13 +11,13 @@ TURN_BARRIERS = 13  # one for each group of consumers
 class PrefillShape:
     """Constants of one compiled prefill kernel.
 
-    D1 + D2: columns of Q and K, in two parts; V1 + V2: of V; HEAD_V: columns of V that are stored. DT: Gluon's element type.
-    N: keys of a tile. STAGES: slots of K and of V. WG: consumer warp groups, of 64 rows each. QBUF: buffers of Q.
+    D1 + D2: columns of Q and K, in two parts; V1 + V2: of V; HEAD_V: columns of V that are stored. DT: Gluon's element
+    type. N: keys of a tile. STAGES: slots of K and of V. WG: consumer warp groups, of 64 rows each. QBUF: buffers of Q.
     HAS_RIGHT: some key to the right is hidden. RAGGED: packed sequences. PAGE: tokens of a page, or 0. NUM_RANGES: of
-    ``RangeWindows``. CAP: as ``softcap_kind`` says. NEGATIVE: the scale is. SPLIT: parts in float32, merged by a second launch.
-    DYNAMIC: work items come from a counter. TURNS: groups pass the tensor cores on to each other. K_AHEAD: K of a tile is
-    brought before V of the tile before. ALIGNED: the diagonal runs through the corners of the tiles, so that of a work item
-    only the first tile needs a mask, and the first group half of that one.
+    ``RangeWindows``. CAP: as ``softcap_kind`` says. NEGATIVE: the scale is. SPLIT: parts in float32, merged by a second
+    launch. DYNAMIC: work items come from a counter. TURNS: groups pass the tensor cores on to each other. K_AHEAD: K of
+    a tile is brought before V of the tile before. ALIGNED: the diagonal runs through the corners of the tiles, so that
+    of a work item only the first tile needs a mask, and the first group half of that one.
     Q's memory is given back after the last scores and a hardware barrier (Q_EARLY), or takes the output first (O_IN_Q).
     DIRECT: the output is stored straight from registers. CHAINS, HALVES: see ``dflash2_softmax``.
     CONSUMER_REGS, PRODUCER_REGS: registers of a thread.

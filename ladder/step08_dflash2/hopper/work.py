@@ -1,4 +1,5 @@
-"""Device code of the kernels for sm_90: which work a program does next, which keys it sees, and how its warps are told."""
+"""Device code of the kernels for sm_90: which work a program does next, which keys it sees, and how its warps are
+told."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,7 +13,8 @@ NEVER = gl.constexpr(1 << 30)
 
 @gluon.jit
 def dflash2_find(cu_ptr, slot, num_seqs, BLOCK: gl.constexpr):
-    """The sequence that owns tile slot ``slot``, when sequence s owns slots cu[s] // BLOCK + s and on (as in step 07)."""
+    """The sequence that owns tile slot ``slot``, when sequence s owns slots cu[s] // BLOCK + s and on (as in step
+    07)."""
     low = 0
     high = num_seqs
     while high - low > 1:
@@ -40,7 +42,8 @@ Sight = record("Sight", "keys dead masked full last_row low_row sink_row")
 def dflash2_work(t, call, shape: gl.constexpr):
     """Work item number t of a ``Call``.
 
-    Heads go in sections whose K and V fit the L2 cache; in a section the last tiles, which see the most keys, come first.
+    Heads go in sections whose K and V fit the L2 cache; in a section the last tiles, which see the most keys, come
+    first.
     """
     split = t * 0
     if shape.SPLIT:
@@ -92,9 +95,9 @@ def dflash2_keys(
 ):  # fmt: skip
     """The key tiles that rows first .. first + BLOCK_M see.
 
-    Returns (low, sink, high_tile, low_tile, sink_tile, begin, end): keys below ``low`` and not below ``sink`` are seen by no
-    row; tiles run high_tile - 1 down to low_tile, then sink_tile - 1 down to 0; this split does the numbers begin .. end of
-    that list.
+    Returns (low, sink, high_tile, low_tile, sink_tile, begin, end): keys below ``low`` and not below ``sink`` are seen
+    by no row; tiles run high_tile - 1 down to low_tile, then sink_tile - 1 down to 0; this split does the numbers begin
+    .. end of that list.
     """
     past = keys - rows
     last = gl.minimum(first + BLOCK_M, rows) - 1
@@ -169,7 +172,8 @@ def dflash2_next(t, counter_ptr, DYNAMIC: gl.constexpr, num_work):
 
 @gluon.jit
 def dflash2_publish(memory, turn, item):
-    """Tell the consumers their next work item, one field a word: they would spend the divisions that find it between tiles."""
+    """Tell the consumers their next work item, one field a word: they would spend the divisions that find it between
+    tiles."""
     place = turn % PLACES
     mbarrier.wait(memory.work_free.index(place), ((turn // PLACES) & 1) ^ 1)
     zero = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -193,20 +197,24 @@ def dflash2_field(work_smem, place, I: gl.constexpr):
 def dflash2_receive(memory, turn):
     """What ``dflash2_publish`` told of the next work item that its tiles depend on: (first row, rows, keys).
 
-    first is -1 when there is no more, keys is -1 when no page holds the length. The other fields are read where the tile
-    is stored: until then they would only sit in registers that the accumulators want.
+    first is -1 when there is no more, keys is -1 when no page holds the length. The other fields are read where the
+    tile is stored: until then they would only sit in registers that the accumulators want.
     """
     place = turn % PLACES
     mbarrier.wait(memory.work_full.index(place), (turn // PLACES) & 1)
-    return dflash2_field(memory.work, place, 0), dflash2_field(memory.work, place, 3), dflash2_field(memory.work, place, 5)
+    return (
+        dflash2_field(memory.work, place, 0),
+        dflash2_field(memory.work, place, 3),
+        dflash2_field(memory.work, place, 5),
+    )
 
 
 @gluon.jit
 def dflash2_extent(C: gl.constexpr, item, keys, call, ROW: gl.constexpr, shape: gl.constexpr):
     """The ``Tiles`` of a work item and what group C's rows see of them, a ``Sight``.
 
-    The first ``dead`` tiles lie right of all rows; those before ``masked`` and from ``full`` on need a mask, whose bounds a row
-    are ``last_row``, ``low_row`` and ``sink_row``.
+    The first ``dead`` tiles lie right of all rows; those before ``masked`` and from ``full`` on need a mask, whose
+    bounds a row are ``last_row``, ``low_row`` and ``sink_row``.
     """
     NUM_RANGES: gl.constexpr = shape.NUM_RANGES
     tiles = dflash2_tiles(item, keys, call, shape)
