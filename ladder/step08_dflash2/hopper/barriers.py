@@ -3,8 +3,10 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-FREE = gl.constexpr(5)  # first of the hardware barriers that Triton leaves unused; it takes 0 .. 4 for itself
-TURN = gl.constexpr(13)
+from .shape import FIRST_BARRIER, TURN_BARRIERS
+
+FREE = gl.constexpr(FIRST_BARRIER)
+TURN = gl.constexpr(TURN_BARRIERS)
 PLACES = gl.constexpr(3)  # works that are told of before the first of them is done
 
 

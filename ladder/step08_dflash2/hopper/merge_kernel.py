@@ -1,7 +1,7 @@
 """Device code that merges the partial results of split keys for sm_90.
 
-Of prefill and of MLA decode by a launch of its own, in Triton; of MLA decode also inside its kernels, by those of their programs
-that finish last, in Gluon.
+Of prefill and of MLA decode by a launch of its own, in Triton; of MLA decode also inside its kernels, by those of their
+programs that finish last, in Gluon.
 """
 
 import triton
@@ -45,13 +45,18 @@ def dflash2_merge_splits(
     for s in range(num_splits):
         place = tl.cast(s, tl.int64) * rows + row
         weight = tl.exp(tl.load(part_lse_ptr + place, mask=live, other=float("-inf")) - shift)
-        part = tl.load(part_out_ptr + place[:, None] * HEAD_V + column[None, :], mask=live[:, None] & (column < HEAD_V)[None, :], other=0.0)
+        part = tl.load(
+            part_out_ptr + place[:, None] * HEAD_V + column[None, :],
+            mask=live[:, None] & (column < HEAD_V)[None, :],
+            other=0.0,
+        )
         acc += part * weight[:, None]
         total += weight
     safe = tl.where(total == 0.0, 1.0, total)
     out_rows = row // seqlen_q // num_heads * stride_ob + head * stride_oh + row % seqlen_q * stride_om
     tl.store(
-        out_ptr + out_rows[:, None] + column.to(tl.int64)[None, :] * stride_od, (acc / safe[:, None]).to(out_ptr.dtype.element_ty),
+        out_ptr + out_rows[:, None] + column.to(tl.int64)[None, :] * stride_od,
+        (acc / safe[:, None]).to(out_ptr.dtype.element_ty),
         mask=live[:, None] & (column < HEAD_V)[None, :],
     )  # fmt: skip
     if HAS_LSE:
@@ -60,13 +65,14 @@ def dflash2_merge_splits(
 
 @triton.jit(do_not_specialize=["programs"])  # a value, never a reason to compile again
 def dflash2_mla_merge_parts(
-    part_out_ptr, part_lse_ptr, meta_ptr, out_ptr, lse_ptr, sinks_ptr, stride_ob, stride_om, stride_oh, num_heads, q_len, num_slots, programs,
+    part_out_ptr, part_lse_ptr, meta_ptr, out_ptr, lse_ptr, sinks_ptr, stride_ob, stride_om, stride_oh, num_heads,
+    q_len, num_slots, programs,
     PART_ROWS: tl.constexpr, HEAD_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """Add up the splits of the MLA kernels for sm_90: BLOCK_M rows and BLOCK_V columns of one sequence at a time, by ``programs`` of
-    each sequence; grid (batch * programs, column blocks). A sequence in one split was stored by the kernel itself. The splits
-    are added in their order.
+    """Add up the splits of the MLA kernels for sm_90: BLOCK_M rows and BLOCK_V columns of one sequence at a time, by
+    ``programs`` of each sequence; grid (batch * programs, column blocks). A sequence in one split was stored by the
+    kernel itself. The splits are added in their order.
     """
     rows = q_len * num_heads
     seq = tl.program_id(0) // programs
@@ -90,7 +96,9 @@ def dflash2_mla_merge_parts(
             mask = (split < splits)[:, None] & live[None, :]
             place = parts[None, :] + split[:, None] * PART_ROWS
             part_lse = tl.load(part_lse_ptr + place, mask=mask, other=float("-inf"))
-            part = tl.load(part_out_ptr + place[:, :, None] * HEAD_V + column[None, None, :], mask=mask[:, :, None], other=0.0)
+            part = tl.load(
+                part_out_ptr + place[:, :, None] * HEAD_V + column[None, None, :], mask=mask[:, :, None], other=0.0
+            )
             new_top = tl.maximum(top, tl.max(part_lse, axis=0))
             shift = tl.where(new_top == float("-inf"), 0.0, new_top)
             weight = tl.exp2(part_lse - shift[None, :])
@@ -99,8 +107,14 @@ def dflash2_mla_merge_parts(
             total_weight = total_weight * rescale + tl.sum(weight, axis=0)
             top = new_top
         safe = tl.where(total_weight == 0.0, 1.0, total_weight)
-        out_rows = seq.to(tl.int64) * stride_ob + (row // num_heads).to(tl.int64) * stride_om + head.to(tl.int64) * stride_oh
-        tl.store(out_ptr + out_rows[:, None] + column[None, :], (acc / safe[:, None]).to(out_ptr.dtype.element_ty), mask=live[:, None])
+        out_rows = (
+            seq.to(tl.int64) * stride_ob + (row // num_heads).to(tl.int64) * stride_om + head.to(tl.int64) * stride_oh
+        )
+        tl.store(
+            out_ptr + out_rows[:, None] + column[None, :],
+            (acc / safe[:, None]).to(out_ptr.dtype.element_ty),
+            mask=live[:, None],
+        )
         if HAS_LSE:
             if tl.program_id(1) == 0:
                 lse_row = (seq.to(tl.int64) * num_heads + head) * q_len + row // num_heads
@@ -120,11 +134,14 @@ def dflash2_mla_merge_arrive(arrivals_ptr, number):
 @gluon.jit
 def dflash2_mla_merge(
     part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, arrivals_ptr, first_part, split, splits, seq,
-    num_heads, q_len, first_row, stride_ob, stride_om, stride_oh, ROWS: gl.constexpr, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
+    num_heads, q_len, first_row, stride_ob, stride_om, stride_oh, ROWS: gl.constexpr, COLUMN: gl.constexpr,
+    COLUMNS: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
-    """The last of eight neighbouring splits to finish merges the eight, and the last of a sequence's eights all of them.
+    """The last of eight neighbouring splits to finish merges the eight, and the last of a sequence's eights all of
+    them.
 
-    So no program has much to merge, even where one long sequence has most of the splits. One warp group's work, of its COLUMNS.
+    So no program has much to merge, even where one long sequence has most of the splits. One warp group's work, of its
+    COLUMNS.
     """
     groups = (splits + TOGETHER - 1) // TOGETHER
     start = split // TOGETHER * TOGETHER
@@ -149,7 +166,8 @@ def dflash2_mla_merge(
 @gluon.jit
 def dflash2_mla_merge_add(
     part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, start, number, stride, final, seq,
-    num_heads, q_len, first_row, stride_ob, stride_om, stride_oh, ROWS: gl.constexpr, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
+    num_heads, q_len, first_row, stride_ob, stride_om, stride_oh, ROWS: gl.constexpr, COLUMN: gl.constexpr,
+    COLUMNS: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """Add up ``number`` parts, ``stride`` apart, in their order: into the output, or into the first of them.
 
@@ -163,7 +181,8 @@ def dflash2_mla_merge_add(
     ROW: gl.constexpr = gl.SliceLayout(0, L2)
     rows = q_len * num_heads
     column = COLUMN + gl.arange(0, COLUMNS, gl.SliceLayout(0, OUT))
-    if COLUMNS < 512:  # a zero that the compiler does not know: it would find all places before the works, and spill them
+    # a zero that the compiler does not know: it would find all places before the works, and spill them
+    if COLUMNS < 512:
         column += gl.multiple_of(number >> 30, 16)
     for some in gl.static_range(ROWS // SOME):
         place_row = some * SOME + gl.arange(0, SOME, ROW)
@@ -171,7 +190,9 @@ def dflash2_mla_merge_add(
         top = gl.full([SOME], float("-inf"), gl.float32, ROW)
         total = gl.zeros([SOME], gl.float32, ROW)
         if HAS_SINKS:
-            top = gl.where(final, gl.load(sinks_ptr + row % num_heads).to(gl.float32) * 1.4426950408889634, float("-inf"))
+            top = gl.where(
+                final, gl.load(sinks_ptr + row % num_heads).to(gl.float32) * 1.4426950408889634, float("-inf")
+            )
             total = gl.where(top == float("-inf"), 0.0, 1.0)
         acc = gl.zeros([SOME, COLUMNS], gl.float32, OUT)
         for s in range(0, number, PARTS):
@@ -185,7 +206,9 @@ def dflash2_mla_merge_add(
             shift = gl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
             rescale = gl.exp2(top - shift)
             weight = gl.exp2(lse - shift[None, :])
-            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None] + gl.sum(out * gl.expand_dims(weight, 2), 0)
+            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None] + gl.sum(
+                out * gl.expand_dims(weight, 2), 0
+            )
             total = total * rescale + gl.sum(weight, 0)
             top = new_top
         total = gl.where(total == 0.0, 1.0, total)
@@ -193,12 +216,24 @@ def dflash2_mla_merge_add(
         o_row = some * SOME + gl.arange(0, SOME, gl.SliceLayout(1, OUT))
         if final:
             all_row = first_row + o_row
-            place_o = seq.to(gl.int64) * stride_ob + (all_row // num_heads).to(gl.int64) * stride_om + (all_row % num_heads).to(gl.int64) * stride_oh
-            gl.store(out_ptr + place_o[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=(all_row < rows)[:, None])
+            place_o = (
+                seq.to(gl.int64) * stride_ob
+                + (all_row // num_heads).to(gl.int64) * stride_om
+                + (all_row % num_heads).to(gl.int64) * stride_oh
+            )
+            gl.store(
+                out_ptr + place_o[:, None] + column[None, :],
+                acc.to(out_ptr.dtype.element_ty),
+                mask=(all_row < rows)[:, None],
+            )
             if HAS_LSE:
                 place_l = (seq.to(gl.int64) * num_heads + row % num_heads) * q_len + row // num_heads
                 gl.store(lse_ptr + place_l, (top + gl.log2(total)) * 0.6931471805599453, mask=row < rows)
         else:
             barrier()  # all have read what is now written over
-            gl.store(part_out_ptr + (start * ROWS + o_row)[:, None] * 512 + column[None, :], acc, mask=(first_row + o_row < rows)[:, None])
+            gl.store(
+                part_out_ptr + (start * ROWS + o_row)[:, None] * 512 + column[None, :],
+                acc,
+                mask=(first_row + o_row < rows)[:, None],
+            )
             gl.store(part_lse_ptr + start * ROWS + place_row, top + gl.log2(total), mask=row < rows)

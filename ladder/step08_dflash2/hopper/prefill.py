@@ -8,6 +8,7 @@ from ladder.step05_fused.attention import LOG2_E
 
 from ..tiles import softcap_kind
 from .descriptors import _counter, _describe_parts, _processors
+from .shape import PrefillShape
 
 L2_BYTES = 32 << 20  # of the 50 MB: K and V of the heads that run side by side
 WIDTHS = ((64, (64, 0)), (96, (64, 32)), (128, (128, 0)), (192, (128, 64)), (256, (256, 0)))  # as tiles: powers of two
@@ -219,10 +220,12 @@ def launch_prefill(
             *strides_o, seqlen_q, 0 if block_table is None else block_table.stride(0),
             seqlen_q, seqlen_k, num_heads, group, num_seqs, num_m, section, num_splits, work, right or 0,
             2 * LOG2_E * positive / softcap if softcap else positive * LOG2_E, softcap * LOG2_E,
-            D1=d1, D2=d2, V1=v1, V2=v2, HEAD_V=head_dim_v, HAS_RIGHT=right is not None, RAGGED=ragged, PAGE=page_size,
-            NUM_RANGES=0 if windows is None else len(windows), CAP=softcap_kind(softcap, q.dtype), NEGATIVE=scale < 0,
-            HAS_SINKS=sinks is not None, HAS_LSE=target_lse is not None, SPLIT=num_splits > 1,
-            DT=gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16, num_warps=4, **config,
+            PrefillShape(
+                D1=d1, D2=d2, V1=v1, V2=v2, HEAD_V=head_dim_v, HAS_RIGHT=right is not None, RAGGED=ragged, PAGE=page_size,
+                NUM_RANGES=0 if windows is None else len(windows), CAP=softcap_kind(softcap, q.dtype), NEGATIVE=scale < 0,
+                HAS_SINKS=sinks is not None, HAS_LSE=target_lse is not None, SPLIT=num_splits > 1,
+                DT=gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16, **config,
+            ), num_warps=4,
         )  # fmt: skip
         if num_splits > 1:
             merge_splits(target, target_lse, out4, lse, sinks, cu_seqlens_q)

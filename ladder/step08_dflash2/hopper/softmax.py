@@ -35,32 +35,32 @@ def dflash2_tanh(x, EXACT: gl.constexpr):
 
 
 @gluon.jit
-def dflash2_logits(
-    s, first_key, last_row, low_row, sink_row, scale_log2, cap, COLUMNS: gl.constexpr,
-    NUM_RANGES: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
-    """Scores after softcap and mask: -inf where row r does not see the key, which is beyond last_row[r], or below low_row[r]
-    and not below sink_row[r].
+def dflash2_logits(s, first_key, sight, call, COLUMNS: gl.constexpr, shape: gl.constexpr, MASKED: gl.constexpr):
+    """Scores (64, COLUMNS) after softcap and mask: -inf where row r does not see the key, which is beyond last_row[r],
+    or below low_row[r] and not below sink_row[r].
 
     Columns are compared, not keys: their numbers are constants, so a compare and a select are all it costs.
     """
     LAYOUT: gl.constexpr = s.type.layout
-    if NEGATIVE:
+    if shape.NEGATIVE:
         s = -s
-    if CAP:
-        s = cap * dflash2_tanh(s * scale_log2, CAP == 2)
+    if shape.CAP:
+        s = call.cap * dflash2_tanh(s * call.scale_log2, shape.CAP == 2)
     if MASKED:
         ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
         column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
-        ok = column <= gl.convert_layout(last_row - first_key, ROW)[:, None]
-        if NUM_RANGES > 0:
-            ok = ok & ((column >= gl.convert_layout(low_row - first_key, ROW)[:, None]) | (column < gl.convert_layout(sink_row - first_key, ROW)[:, None]))
+        ok = column <= gl.convert_layout(sight.last_row - first_key, ROW)[:, None]
+        if shape.NUM_RANGES > 0:
+            low = gl.convert_layout(sight.low_row - first_key, ROW)[:, None]
+            ok = ok & ((column >= low) | (column < gl.convert_layout(sight.sink_row - first_key, ROW)[:, None]))
         s = gl.where(ok, s, float("-inf"))
     return s
 
 
 @gluon.jit
-def dflash2_softmax(s, row_max, scale_log2, N: gl.constexpr, MASKED: gl.constexpr, CHAINS: gl.constexpr, HALVES: gl.constexpr):
+def dflash2_softmax(
+    s, row_max, scale_log2, N: gl.constexpr, MASKED: gl.constexpr, CHAINS: gl.constexpr, HALVES: gl.constexpr
+):
     """Probabilities of one tile against the running maximum, the factor for what came before, and sums by lane.
 
     Each lane sums its own columns; the lanes are added up once, after the last tile.
@@ -83,29 +83,35 @@ def dflash2_softmax(s, row_max, scale_log2, N: gl.constexpr, MASKED: gl.constexp
         second = gl.exp2(right * scale_log2 - gl.convert_layout(shift, gl.SliceLayout(1, right.type.layout))[:, None])
         p = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), [64, N])
         more = gl.sum(gl.sum(gl.reshape(second, [64, N // 16, 4, 2]), 3), 1)
-        return gl.convert_layout(p, s.type.layout, assert_trivial=True), new_max, alpha, gl.convert_layout(part, more.type.layout) + more
+        return (
+            gl.convert_layout(p, s.type.layout, assert_trivial=True),
+            new_max,
+            alpha,
+            gl.convert_layout(part, more.type.layout) + more,
+        )
     else:
         p = gl.exp2(s * scale_log2 - gl.convert_layout(shift, gl.SliceLayout(1, s.type.layout))[:, None])
         return p, new_max, alpha, gl.sum(gl.sum(gl.reshape(p, [64, N // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
-def dflash2_first_softmax(
-    s, first_key, last_row, low_row, sink_row, scale_log2, cap, N: gl.constexpr, COLUMNS: gl.constexpr, NUM_RANGES: gl.constexpr,
-    CAP: gl.constexpr, NEGATIVE: gl.constexpr, CHAINS: gl.constexpr,
-):  # fmt: skip
+def dflash2_first_softmax(s, first_key, sight, call, COLUMNS: gl.constexpr, shape: gl.constexpr):
     """Probabilities, maximum and sums by lane of the first tile, which is always masked."""
+    N: gl.constexpr = shape.N
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     row_max = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    s = dflash2_logits(s, first_key, last_row, low_row, sink_row, scale_log2, cap, COLUMNS, NUM_RANGES, CAP, NEGATIVE, True)
-    p, row_max, alpha, part = dflash2_softmax(s, row_max, 1.0 if CAP else scale_log2, COLUMNS, True, CHAINS, False)
+    s = dflash2_logits(s, first_key, sight, call, COLUMNS, shape, True)
+    p, row_max, alpha, part = dflash2_softmax(
+        s, row_max, 1.0 if shape.CAP else call.scale_log2, COLUMNS, True, shape.CHAINS, False
+    )
     none = gl.sum(gl.sum(gl.reshape(gl.zeros([64, N], gl.float32, S_LAYOUT), [64, N // 8, 4, 2]), 3), 1)
     return p, row_max, gl.convert_layout(part, none.type.layout)
 
 
 @gluon.jit
 def dflash2_first_pack(p, N: gl.constexpr, COLUMNS: gl.constexpr, DT: gl.constexpr):
-    """``dflash2_pack`` of the first tile's COLUMNS probabilities; the columns that it was not computed for are zeros."""
+    """``dflash2_pack`` of the first tile's COLUMNS probabilities; the columns that it was not computed for are
+    zeros."""
     packed = dflash2_pack(p, COLUMNS, DT)
     if COLUMNS < N:
         none = gl.zeros([64, N], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16]))

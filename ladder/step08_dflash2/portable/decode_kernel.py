@@ -26,11 +26,11 @@ def dflash2_limits(position, length, windows_ptr, NUM_RANGES: tl.constexpr):
 
 @triton.jit
 def dflash2_visited(length, q_len, windows_ptr, NUM_RANGES: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which tiles of keys the new tokens of sequences of ``length`` keys, any shape, see: those of the sinks, then those
-    from the window on.
+    """Which tiles of keys the new tokens of sequences of ``length`` keys, any shape, see: those of the sinks, then
+    those from the window on.
 
-    Returns (tiles, sink_tiles, gap, sink_end, low): visited tile t is tile t of the sequence, or t + gap from sink_tiles on;
-    keys in sink_end .. low are seen by none.
+    Returns (tiles, sink_tiles, gap, sink_end, low): visited tile t is tile t of the sequence, or t + gap from
+    sink_tiles on; keys in sink_end .. low are seen by none.
     """
     end = (length + BLOCK_N - 1) // BLOCK_N
     sink_end, low, sink_tiles, gap = length * 0, length * 0, length * 0, length * 0
@@ -50,8 +50,8 @@ def dflash2_visited(length, q_len, windows_ptr, NUM_RANGES: tl.constexpr, BLOCK_
 def dflash2_chunk(total, longest, batch, target, most, min_tiles):
     """Tiles that a split should have, of ``total`` tiles in ``batch`` sequences.
 
-    ``target`` splits keep the chip busy. Sequences of about one length get no more, and fewer programs start and finish;
-    where the longest stands out, ``most`` splits let the others' programs fill in beside it.
+    ``target`` splits keep the chip busy. Sequences of about one length get no more, and fewer programs start and
+    finish; where the longest stands out, ``most`` splits let the others' programs fill in beside it.
     """
     mean = (total + batch - 1) // batch
     splits = tl.where(longest * 4 > mean * 5, most, target)
@@ -69,10 +69,11 @@ def dflash2_find(
     slot, seq_lens_ptr, windows_ptr, batch, q_len, capacity, target, most, min_tiles,
     NUM_RANGES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """(sequence, split, chunk) of a slot, when sequence b owns dflash2_splits(tiles of b, chunk) slots after those of b - 1.
+    """(sequence, split, chunk) of a slot, when sequence b owns dflash2_splits(tiles of b, chunk) slots after those of b
+    - 1.
 
-    Every program adds up the whole batch: a few hundred nanoseconds, less than a launch of its own would take. A slot that
-    no sequence needs gets sequence ``batch``.
+    Every program adds up the whole batch: a few hundred nanoseconds, less than a launch of its own would take. A slot
+    that no sequence needs gets sequence ``batch``.
     """
     if BLOCK_B == 1:
         length = tl.load(seq_lens_ptr)
@@ -112,7 +113,8 @@ def dflash2_schedule(
     schedule_ptr, seq_lens_ptr, windows_ptr, batch, q_len, capacity, target, most, min_tiles,
     NUM_RANGES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """Write down what each slot of ``dflash2_decode`` would find: (sequence, split, splits of it, 0), -1 for no work."""
+    """Write down what each slot of ``dflash2_decode`` would find: (sequence, split, splits of it, 0), -1 for no
+    work."""
     slot = tl.program_id(0)
     seq, split, chunk = dflash2_find(
         slot, seq_lens_ptr, windows_ptr, batch, q_len, capacity, target, most, min_tiles, NUM_RANGES, BLOCK_N, BLOCK_B
@@ -131,15 +133,16 @@ def dflash2_schedule(
 def dflash2_decode_tile(
     q, q_tail, acc, row_max, row_sum, k_base, v_base, k_rows, v_rows, stride_kd, stride_vd,
     live, visible, scale_log2, cap_scale,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     V_IS_K: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile of keys into (acc, row_max, row_sum).
 
     live: (keys,) those that some row sees. No other is loaded: it may be NaN, and 0 x NaN is NaN.
     visible: (rows or 1, keys), which row sees which.
-    A head of 192 or 576 is BLOCK_D = 128 or 512 columns and TAIL_D = 64 more. With V_IS_K (MLA's latent cache) the value
-    is the first BLOCK_D columns of the key: the tile is loaded once.
+    A head of 192 or 576 is BLOCK_D = 128 or 512 columns and TAIL_D = 64 more. With V_IS_K (MLA's latent cache) the
+    value is the first BLOCK_D columns of the key: the tile is loaded once.
     """
     dim = tl.arange(0, BLOCK_D)
     if WIDE:
@@ -196,9 +199,9 @@ def dflash2_merge(
 ):  # fmt: skip
     """out = sum_s 2^(lse_s - lse) out_s, lse = log2 sum_s 2^lse_s, for the rows of one tile, in one pass.
 
-    Outputs and log-sum-exps of MERGE_SPLITS splits are under way together: one wait, where a pass for the maximum before
-    would make it two. Splits are added in their order, not in that of arrival: the same bits on every run. They are read
-    past L1 (.cg), which may hold what the workspace was before. A sink is one more split, of no value.
+    Outputs and log-sum-exps of MERGE_SPLITS splits are under way together: one wait, where a pass for the maximum
+    before would make it two. Splits are added in their order, not in that of arrival: the same bits on every run. They
+    are read past L1 (.cg), which may hold what the workspace was before. A sink is one more split, of no value.
     """
     part_row = tl.arange(0, MERGE_ROWS)
     row = first_row + part_row
@@ -218,7 +221,9 @@ def dflash2_merge(
             part = split[:, None] * MERGE_ROWS + part_row[None, :]
             lse = tl.load(part_lse_ptr + part, mask=mask, other=float("-inf"), cache_modifier=".cg")
             ptrs = part_out_ptr + part[:, :, None] * HEAD_DIM_V + dim_v[None, None, :]
-            out = tl.load(ptrs, mask=mask[:, :, None] & (dim_v < HEAD_DIM_V)[None, None, :], other=0.0, cache_modifier=".cg")
+            out = tl.load(
+                ptrs, mask=mask[:, :, None] & (dim_v < HEAD_DIM_V)[None, None, :], other=0.0, cache_modifier=".cg"
+            )
             new_top = tl.maximum(top, tl.max(lse, axis=0))
             finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
             rescale = tl.exp2(top - finite_top)
@@ -254,8 +259,8 @@ def dflash2_decode(
     """The new tokens of all heads of one KV group over one split of their sequence; the last split to finish merges.
 
     Rows of a tile are (token, head of the group), so K and V are loaded once per group.
-    Grid (KV heads * row tiles * slots,). A slot is one split of one sequence: slot // num_splits and the rest (FIXED), what
-    ``dflash2_find`` says (FOUND), or what the schedule does (GIVEN).
+    Grid (KV heads * row tiles * slots,). A slot is one split of one sequence: slot // num_splits and the rest (FIXED),
+    what ``dflash2_find`` says (FOUND), or what the schedule does (GIVEN).
     """
     rows = q_len * GROUP
     row_tiles = tl.cdiv(rows, BLOCK_M)
@@ -271,7 +276,18 @@ def dflash2_decode(
             return
     elif SCHEDULE == FOUND:
         seq, split, chunk = dflash2_find(
-            slot, seq_lens_ptr, windows_ptr, batch, q_len, capacity, target, most, min_tiles, NUM_RANGES, BLOCK_N, BLOCK_B
+            slot,
+            seq_lens_ptr,
+            windows_ptr,
+            batch,
+            q_len,
+            capacity,
+            target,
+            most,
+            min_tiles,
+            NUM_RANGES,
+            BLOCK_N,
+            BLOCK_B,
         )
         if seq >= batch:
             return
@@ -285,11 +301,17 @@ def dflash2_decode(
     dim = tl.arange(0, BLOCK_D)
     q_base = q_ptr + seq64 * stride_qb + kv_head64 * GROUP * stride_qh
     q_rows = (token.to(tl.int64) * stride_qm + head.to(tl.int64) * stride_qh)[:, None]
-    q = tl.load(q_base + q_rows + dim.to(tl.int64)[None, :] * stride_qd, mask=in_range & (dim < HEAD_DIM)[None, :], other=0.0)
+    q = tl.load(
+        q_base + q_rows + dim.to(tl.int64)[None, :] * stride_qd, mask=in_range & (dim < HEAD_DIM)[None, :], other=0.0
+    )
     q_tail = q
     if TAIL_D > 0:
         tail = BLOCK_D + tl.arange(0, TAIL_D)
-        q_tail = tl.load(q_base + q_rows + tail.to(tl.int64)[None, :] * stride_qd, mask=in_range & (tail < HEAD_DIM)[None, :], other=0.0)
+        q_tail = tl.load(
+            q_base + q_rows + tail.to(tl.int64)[None, :] * stride_qd,
+            mask=in_range & (tail < HEAD_DIM)[None, :],
+            other=0.0,
+        )
     if SIGN < 0:  # exact; lets scale_log2 stay positive
         q = -q
         q_tail = -q_tail
@@ -368,7 +390,10 @@ def dflash2_decode(
     first_head = kv_head * GROUP
     if HAS_SINKS:
         if splits == 1:  # else the merge counts it
-            sink = tl.load(sinks_ptr + (first_head + head) * stride_sink, mask=row < rows, other=0.0).to(tl.float32) * LOG2_E
+            sink = (
+                tl.load(sinks_ptr + (first_head + head) * stride_sink, mask=row < rows, other=0.0).to(tl.float32)
+                * LOG2_E
+            )
             top = tl.maximum(row_max, sink)
             finite_top = tl.where(top == float("-inf"), 0.0, top)
             rescale = tl.exp2(row_max - finite_top)

@@ -26,13 +26,14 @@ def dflash2_tile(
     stride_kp, stride_kn, stride_kd, stride_vp, stride_vn, stride_vd, stride_tp,
     end, first_key, last_sink, last_visible, low, sink, scale_log2, cap_scale,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, MASKED: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, MASKED: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
     WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fold keys start .. start + BLOCK_N into (acc, row_max, row_sum), the maximum kept scaled.
 
-    Some row sees the keys first_key .. end and those below last_sink; row r those of them up to last_visible[r] that lie
-    at low[r] or after, or below sink[r]. Without MASKED every row sees every key of the tile.
+    Some row sees the keys first_key .. end and those below last_sink; row r those of them up to last_visible[r] that
+    lie at low[r] or after, or below sink[r]. Without MASKED every row sees every key of the tile.
     """
     key = start + tl.arange(0, BLOCK_N)
     k_first, v_first, k_rows, v_rows = dflash1_key_rows(
@@ -122,7 +123,18 @@ def dflash2_range_limits(windows_ptr, position, seqlen_k, NUM_RANGES: tl.constex
     return tl.where(low <= sink, 0, low), sink  # sinks that meet the window: everything from the start
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_heads", "group_size", "num_seqs", "seqlen_q", "seqlen_k", "lse_stride", "right"])
+@triton.jit(
+    do_not_specialize=[
+        "num_tiles",
+        "num_heads",
+        "group_size",
+        "num_seqs",
+        "seqlen_q",
+        "seqlen_k",
+        "lse_stride",
+        "right",
+    ]
+)
 def dflash2_prefill(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, table_ptr, seq_lens_ptr, windows_ptr, sinks_ptr,
     stride_qb, stride_qh, stride_qm, stride_qd,
@@ -132,16 +144,17 @@ def dflash2_prefill(
     num_tiles, num_heads, group_size, num_seqs, seqlen_q, seqlen_k, lse_stride, right, scale_log2, cap_scale,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, PACK: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_RIGHT: tl.constexpr, NUM_RANGES: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_RIGHT: tl.constexpr, NUM_RANGES: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     SIGN: tl.constexpr, HAS_LSE: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries; grid (num_tiles * heads / PACK * batch,).
 
-    A tile is BLOCK_M // PACK tokens, each with PACK heads of one KV group as rows beside each other: a short chunk fills
-    its tile with heads that read the same keys. RAGGED: q and out are packed (tokens, heads, D), and K too unless
-    PAGE_SIZE says that it lies in pages; then ``seqlen_k`` is what a row of the block table can address, and stride_kb is
-    from page to page. HAS_RIGHT: a query sees ``right`` keys after its own position, 0 of them when CAUSAL.
+    A tile is BLOCK_M // PACK tokens, each with PACK heads of one KV group as rows beside each other: a short chunk
+    fills its tile with heads that read the same keys. RAGGED: q and out are packed (tokens, heads, D), and K too unless
+    PAGE_SIZE says that it lies in pages; then ``seqlen_k`` is what a row of the block table can address, and stride_kb
+    is from page to page. HAS_RIGHT: a query sees ``right`` keys after its own position, 0 of them when CAUSAL.
     """
     BLOCK_T: tl.constexpr = BLOCK_M // PACK
     WINDOWED: tl.constexpr = NUM_RANGES > 0
@@ -194,11 +207,17 @@ def dflash2_prefill(
     q_rows = ((first_token + query).to(tl.int64) * stride_qm)[:, None]
     if PACK > 1:
         q_rows += ((row % PACK).to(tl.int64) * stride_qh)[:, None]
-    q = tl.load(q_base + q_rows + dim.to(tl.int64)[None, :] * stride_qd, mask=in_range & (dim < HEAD_DIM)[None, :], other=0.0)
+    q = tl.load(
+        q_base + q_rows + dim.to(tl.int64)[None, :] * stride_qd, mask=in_range & (dim < HEAD_DIM)[None, :], other=0.0
+    )
     q_tail = q
     if TAIL_D > 0:
         tail = BLOCK_D + tl.arange(0, TAIL_D)
-        q_tail = tl.load(q_base + q_rows + tail.to(tl.int64)[None, :] * stride_qd, mask=in_range & (tail < HEAD_DIM)[None, :], other=0.0)
+        q_tail = tl.load(
+            q_base + q_rows + tail.to(tl.int64)[None, :] * stride_qd,
+            mask=in_range & (tail < HEAD_DIM)[None, :],
+            other=0.0,
+        )
     if SIGN < 0:  # exact; lets scale_log2 stay positive
         q = -q
         q_tail = -q_tail
@@ -259,7 +278,10 @@ def dflash2_prefill(
         if WINDOWED:
             from_window = i - (sink_end - sink_whole)
             from_body = from_window - (body - window)
-            start = tl.where(from_window < 0, sink_end + from_window, tl.where(from_body < 0, body, body_end) + from_body) * BLOCK_N
+            start = (
+                tl.where(from_window < 0, sink_end + from_window, tl.where(from_body < 0, body, body_end) + from_body)
+                * BLOCK_N
+            )
         acc, row_max, row_sum = dflash2_tile(
             q, q_tail, acc, row_max, row_sum, k_base, v_base, table, start,
             stride_kb, stride_kn, stride_kd, stride_vb, stride_vn, stride_vd, stride_tp,
