@@ -22,7 +22,8 @@ from .sampling import SamplingParams
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def parse_args(argv=None):
+def build_parser():
+    """The options of the three commands."""
     parser = argparse.ArgumentParser(prog="python -m ladder.engine", description="A small MoE serving engine on any rung of the ladder.")
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -72,49 +73,66 @@ def parse_args(argv=None):
     quality.add_argument("--sequences", type=int, default=16)
     quality.add_argument("--json", metavar="FILE", help="write the results as JSON; - is standard output")
 
+    return parser
+
+
+def parse_args(argv=None):
+    """The arguments of a command; what argparse cannot tell from one option alone is refused here, naming the option."""
+    parser = build_parser()
     args = parser.parse_args(argv)
+    several = parallel.ranks() > 1
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: cuda was asked for, and PyTorch sees no GPU")
     target = getattr(args, "json", None)
     if target and target != "-" and (not Path(target).absolute().parent.is_dir() or Path(target).is_dir()):
         parser.error(f"argument --json: cannot write {target}; want a file in a folder that exists")
-    if args.command == "generate":
-        if bool(args.prompt) == bool(args.prompt_ids):
-            parser.error("argument --prompt: want prompts as text or as --prompt-ids")
-        if args.window:
-            try:
-                sink, window = (int(n) for n in args.window.split(","))
-            except ValueError:
-                parser.error(f"argument --window: {args.window!r} is not SINK,WINDOW; want two integers such as 4,1020")
-            args.window = sink, window
-    if args.command == "quality":
-        for option, least in (("context", 2), ("sequences", 1)):
-            value = getattr(args, option)
-            if value is not None and value < least:
-                parser.error(f"argument --{option}: {value}; want at least {least}")
-    if args.command == "quality" and parallel.ranks() > 1:
-        parser.error("quality runs on one rank; start it without torchrun")
     if getattr(args, "placement", None):
-        if parallel.ranks() == 1:
-            parser.error("argument --placement: one rank holds every expert; start several with torchrun --nproc-per-node")
+        if not several:
+            parser.error(
+                "argument --placement: one rank holds every expert; start several with torchrun --nproc-per-node"
+            )
         if not Path(args.placement).is_file():
             parser.error(f"argument --placement: there is no {args.placement}")
-    if args.command == "bench":
-        if args.with_transformers and parallel.ranks() > 1:
-            parser.error("argument --with-transformers: measures one rank; start it without torchrun")
-        for option in ("input_len", "output_len", "concurrency", "repeats", "chunk_tokens", "page_size"):
-            if getattr(args, option) < 1:
-                parser.error(f"argument --{option.replace('_', '-')}: {getattr(args, option)}; want at least 1")
-        for fraction in args.fractions:
-            if not 0 < fraction <= 1:
-                parser.error(f"argument --fractions: {fraction}; want above 0, at most 1")
-        if args.requests < 0:
-            parser.error(f"argument --requests: {args.requests}; want at least 0")
-        if args.with_transformers and args.model == "tiny-moe":
-            parser.error("argument --with-transformers: transformers has no tiny-moe; want --model deepseek-v2-lite")
-        if args.with_transformers and importlib.util.find_spec("transformers") is None:
-            parser.error("argument --with-transformers: needs the package transformers (pip install transformers)")
+    if args.command == "generate":
+        _check_generate(parser, args)
+    elif args.command == "bench":
+        _check_bench(parser, args, several)
+    else:
+        if several:
+            parser.error("quality runs on one rank; start it without torchrun")
+        _at_least(parser, args, context=2, sequences=1)
     return args
+
+
+def _at_least(parser, args, **least):
+    for option, number in least.items():
+        value = getattr(args, option)
+        if value is not None and value < number:
+            parser.error(f"argument --{option.replace('_', '-')}: {value}; want at least {number}")
+
+
+def _check_generate(parser, args):
+    if bool(args.prompt) == bool(args.prompt_ids):
+        parser.error("argument --prompt: want prompts as text or as --prompt-ids")
+    if args.window:
+        try:
+            sink, window = (int(n) for n in args.window.split(","))
+        except ValueError:
+            parser.error(f"argument --window: {args.window!r} is not SINK,WINDOW; want two integers such as 4,1020")
+        args.window = sink, window
+
+
+def _check_bench(parser, args, several):
+    if args.with_transformers and several:
+        parser.error("argument --with-transformers: measures one rank; start it without torchrun")
+    _at_least(parser, args, input_len=1, output_len=1, concurrency=1, repeats=1, chunk_tokens=1, page_size=1, requests=0)
+    for fraction in args.fractions:
+        if not 0 < fraction <= 1:
+            parser.error(f"argument --fractions: {fraction}; want above 0, at most 1")
+    if args.with_transformers and args.model == "tiny-moe":
+        parser.error("argument --with-transformers: transformers has no tiny-moe; want --model deepseek-v2-lite")
+    if args.with_transformers and importlib.util.find_spec("transformers") is None:
+        parser.error("argument --with-transformers: needs the package transformers (pip install transformers)")
 
 
 class Progress:

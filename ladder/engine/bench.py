@@ -117,7 +117,7 @@ def throughput(spec, backend, *, input_len, output_len, concurrency, fit=False, 
              weights="checkpoint" if spec.source else "random"),
         engine.backend.name,
         peak_bytes=peak_bytes(engine),
-        mem_fraction=engine.mem_fraction, kv_pool_tokens=engine.pool.tokens, kv_pool_bytes=engine.runner.cache.nbytes,
+        mem_fraction=engine.config.mem_fraction, kv_pool_tokens=engine.pool.tokens, kv_pool_bytes=engine.runner.cache.nbytes,
         kv_used_tokens=engine.pool.most_used * engine.pool.page_size,
         cuda_graphs=engine.runner.captures, chunk_tokens=engine.scheduler.chunk_tokens, **measured,
     )  # fmt: skip

@@ -185,6 +185,7 @@ def flash_attn_with_kvcache(
         As ``flash_attn_func``. On a CPU values are looked at too, before anything is written into the cache.
     """
     name = "flash_attn_with_kvcache"
+    # 1. What does not depend on the batch.
     _refuse(name, qv, q_descale, k_descale, v_descale, attention_chunk, q)
     sinks = _sinks(name, learnable_sink, s_aux)
     check_flag(name, "return_softmax_lse", return_softmax_lse)
@@ -192,93 +193,125 @@ def flash_attn_with_kvcache(
     num_splits = 0 if num_splits is None else check_integer(name, "num_splits", num_splits, 0)
     if scheduler_metadata is not None:
         _tensor(name, "scheduler_metadata", scheduler_metadata, "slots", 4, dtypes=INTEGERS[:1])
-    if (k is None) != (v is None):
-        raise ValueError(f"{name}: {'k' if k is None else 'v'} is None; want k and v, or neither")
-    if (rotary_cos is None) != (rotary_sin is None):
-        raise ValueError(f"{name}: {'rotary_cos' if rotary_cos is None else 'rotary_sin'} is None; want both tables, or neither")
-    if rotary_cos is not None and k is None:
-        raise ValueError(f"{name}: rotary_cos is given without k and v; want new keys to rotate")
-    if cu_seqlens_q is None and q.ndim != 4 or cu_seqlens_q is not None and (q.ndim != 3 or max_seqlen_q is None):
-        raise ValueError(
-            f"{name}: q is {tuple(q.shape)}, max_seqlen_q {max_seqlen_q}; want (B, Sq, Hq, D), or (total_q, Hq, D) with "
-            "cu_seqlens_q and max_seqlen_q"
-        )
-    _tensor(name, "k_cache", k_cache, "num_pages" if page_table is not None else "B_cache", "page_size", "Hkv", q.shape[-1], like=q)
+    _check_pairs(name, k, v, rotary_cos, rotary_sin)
+    max_seqlen_q = _check_queries(name, q, cu_seqlens_q, max_seqlen_q)
+    pages = "num_pages" if page_table is not None else "B_cache"
+    _tensor(name, "k_cache", k_cache, pages, "page_size", "Hkv", q.shape[-1], like=q)
     _tensor(name, "v_cache", v_cache, *k_cache.shape[:3], "Dv", like=q)
-    if cu_seqlens_q is not None:
-        _starts(name, "cu_seqlens_q", cu_seqlens_q, "B + 1", q, q.shape[0])
-        max_seqlen_q = check_integer(name, "max_seqlen_q", max_seqlen_q, 0)
-        _bounded(name, "max_seqlen_q", max_seqlen_q, cu_seqlens_q)
     with torch.no_grad():  # FlashAttention has no gradient here either
+        # 2. What does.
         ragged = cu_seqlens_q is not None
         batch = cu_seqlens_q.numel() - 1 if ragged else q.shape[0]
         seqlen_q = max_seqlen_q if ragged else q.shape[1]
         if k is not None:
-            new = (batch, "S_new") if cu_seqlens_k_new is None else ("total_new",)
-            _tensor(name, "k", k, *new, *k_cache.shape[2:], like=q)
-            _tensor(name, "v", v, *k.shape[:-1], v_cache.shape[3], like=q)
-            if cu_seqlens_k_new is not None:
-                _starts(name, "cu_seqlens_k_new", cu_seqlens_k_new, batch + 1, q, k.shape[0])
+            _check_new_keys(name, k, v, k_cache, v_cache, cu_seqlens_k_new, batch, q)
         if rotary_cos is not None:
             _check_rotary(name, rotary_cos, rotary_sin, q)
         table = _pages_of_sequences(name, k_cache, page_table, cache_batch_idx, batch)
         capacity = table.shape[1] * k_cache.shape[1]
-        lengths = _lengths(name, "cache_seqlens", capacity if cache_seqlens is None else cache_seqlens, batch, q.device)
-        if cache_batch_idx is not None and not _readable(table):  # a row that is not there: NaN, as for any length without pages
+        cache_seqlens = capacity if cache_seqlens is None else cache_seqlens
+        lengths = _lengths(name, "cache_seqlens", cache_seqlens, batch, q.device)
+        if cache_batch_idx is not None and not _readable(table):
+            # A row that is not there makes NaN, as any length without pages does.
             rows = len(k_cache if page_table is None else page_table)
             lengths = lengths.masked_fill((cache_batch_idx < 0) | (cache_batch_idx >= rows), -1)
         causal, windows, right = _mask(name, causal, window_size, seqlen_q, capacity)
-        local = causal or max(_sides(name, window_size)) >= 0
         if cache_leftpad is not None:
             cache_leftpad = _lengths(name, "cache_leftpad", cache_leftpad, batch, q.device)
+        # 3. New keys are rotated, and appended when everything else has been checked.
+        old = lengths
         if k is not None:
             _check_room(name, k_cache, k, table, lengths, cu_seqlens_k_new)
             if rotary_cos is not None:
-                first = lengths if rotary_seqlens is None else _lengths(name, "rotary_seqlens", rotary_seqlens, batch, q.device)
+                first = lengths
+                if rotary_seqlens is not None:
+                    first = _lengths(name, "rotary_seqlens", rotary_seqlens, batch, q.device)
                 rotary = (rotary_cos, rotary_sin, rotary_interleaved)
+                local = causal or max(_sides(name, window_size)) >= 0
                 seq, token = _places(q, cu_seqlens_q)
                 q = _rotate(name, q, first[seq] + token * local, *rotary)
                 seq, token = _places(k, cu_seqlens_k_new)
                 k = _rotate(name, k, first[seq] + token, *rotary)
-            old, lengths = lengths, (lengths + (k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())).to(torch.int32)
-        if cache_leftpad is not None and _readable(lengths) and bool(((cache_leftpad < 0) | (cache_leftpad > lengths)).any()):
-            raise ValueError(f"{name}: cache_leftpad is {cache_leftpad.tolist()}; want 0 .. {lengths.tolist()}, the lengths")
+            new = k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()
+            lengths = (lengths + new).to(torch.int32)
+        if cache_leftpad is not None and _readable(lengths):
+            if bool(((cache_leftpad < 0) | (cache_leftpad > lengths)).any()):
+                pads, most = cache_leftpad.tolist(), lengths.tolist()
+                raise ValueError(f"{name}: cache_leftpad is {pads}; want 0 .. {most}, the lengths")
         if k is not None:
             if _readable(lengths):
                 cache = (k_cache, v_cache, table, lengths)
-                _check_before_append(q, *(cache if cache_leftpad is None else _skip_leftpad(*cache, cache_leftpad)), softmax_scale)
+                cache = cache if cache_leftpad is None else _skip_leftpad(*cache, cache_leftpad)
+                _check_before_append(q, *cache, softmax_scale)
                 check_options((q, k_cache, v_cache), q.shape[-2], causal, windows, softcap, sinks, True, right)
             lost = _append(k_cache, v_cache, k, v, table, old, cu_seqlens_k_new)
             lengths = lengths.masked_fill(lost, -1)  # of which attention makes NaN
         if cache_leftpad is not None:
             k_cache, v_cache, table, lengths = _skip_leftpad(k_cache, v_cache, table, lengths, cache_leftpad)
-
-        common = dict(causal=causal, scale=softmax_scale, windows=windows, softcap=softcap, sinks=sinks, return_lse=True)
-        out = q.new_empty(*q.shape[:-1], v_cache.shape[-1])
-        one_each = ragged and max_seqlen_q == 1 and q.shape[0] == batch  # no sequence has two, so each has its one
-        if right is None and (one_each or not ragged and seqlen_q <= MAX_DECODE_TOKENS):
-            if scheduler_metadata is not None and not num_splits and scheduler_metadata.numel():
-                common["schedule"] = scheduler_metadata
-            lse = _by_columns(
-                lambda v, out: dflash2_decode(
-                    q, k_cache, v, table, lengths, out=out, num_kv_splits=num_splits or None, **common
-                )[1],
-                v_cache, out,
-            )  # fmt: skip
-            lse = lse.reshape(batch, -1).transpose(0, 1) if ragged else lse
-        else:
-            packed, cu_q = q, cu_seqlens_q.contiguous() if ragged else None
-            if not ragged:
-                packed = q.reshape(-1, *q.shape[2:])
-                cu_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
-            lse = _by_columns(
-                lambda v, out: paged_prefill(
-                    packed, k_cache, v, table, lengths, cu_q, seqlen_q, out=out, right=right, **common
-                )[1],
-                v_cache, out if ragged else out.flatten(0, 1),
-            )  # fmt: skip
-            lse = lse if ragged else lse.view(-1, batch, seqlen_q).transpose(0, 1)
+        # 4. Attention.
+        options = dict(causal=causal, scale=softmax_scale, windows=windows, softcap=softcap, sinks=sinks, return_lse=True)
+        cache = (k_cache, v_cache, table, lengths)
+        out, lse = _attend(q, cache, cu_seqlens_q, batch, seqlen_q, right, num_splits, scheduler_metadata, options)
     return (out, lse) if return_softmax_lse else out
+
+
+def _check_pairs(name, k, v, rotary_cos, rotary_sin):
+    if (k is None) != (v is None):
+        raise ValueError(f"{name}: {'k' if k is None else 'v'} is None; want k and v, or neither")
+    if (rotary_cos is None) != (rotary_sin is None):
+        missing = "rotary_cos" if rotary_cos is None else "rotary_sin"
+        raise ValueError(f"{name}: {missing} is None; want both tables, or neither")
+    if rotary_cos is not None and k is None:
+        raise ValueError(f"{name}: rotary_cos is given without k and v; want new keys to rotate")
+
+
+def _check_queries(name, q, cu_seqlens_q, max_seqlen_q):
+    """Return ``max_seqlen_q`` as an int, or None where q is (B, Sq, Hq, D)."""
+    if cu_seqlens_q is None and q.ndim != 4 or cu_seqlens_q is not None and (q.ndim != 3 or max_seqlen_q is None):
+        raise ValueError(
+            f"{name}: q is {tuple(q.shape)}, max_seqlen_q {max_seqlen_q}; want (B, Sq, Hq, D), or (total_q, Hq, D) with "
+            "cu_seqlens_q and max_seqlen_q"
+        )
+    if cu_seqlens_q is not None:
+        _starts(name, "cu_seqlens_q", cu_seqlens_q, "B + 1", q, q.shape[0])
+        max_seqlen_q = check_integer(name, "max_seqlen_q", max_seqlen_q, 0)
+        _bounded(name, "max_seqlen_q", max_seqlen_q, cu_seqlens_q)
+    return max_seqlen_q
+
+
+def _check_new_keys(name, k, v, k_cache, v_cache, cu_seqlens_k_new, batch, q):
+    new = (batch, "S_new") if cu_seqlens_k_new is None else ("total_new",)
+    _tensor(name, "k", k, *new, *k_cache.shape[2:], like=q)
+    _tensor(name, "v", v, *k.shape[:-1], v_cache.shape[3], like=q)
+    if cu_seqlens_k_new is not None:
+        _starts(name, "cu_seqlens_k_new", cu_seqlens_k_new, batch + 1, q, k.shape[0])
+
+
+def _attend(q, cache, cu_seqlens_q, batch, seqlen_q, right, num_splits, scheduler_metadata, options):
+    """(out like q, log-sum-exp (B, Hq, Sq) or (Hq, total_q)): by decode's kernel for few new tokens, else by prefill's."""
+    k_cache, v_cache, table, lengths = cache
+    ragged = cu_seqlens_q is not None
+    out = q.new_empty(*q.shape[:-1], v_cache.shape[-1])
+    one_each = ragged and seqlen_q == 1 and q.shape[0] == batch  # no sequence has two, so each has its one
+    if right is None and (one_each or not ragged and seqlen_q <= MAX_DECODE_TOKENS):
+        if scheduler_metadata is not None and not num_splits and scheduler_metadata.numel():
+            options["schedule"] = scheduler_metadata
+        options["num_kv_splits"] = num_splits or None
+        lse = _by_columns(
+            lambda v, out: dflash2_decode(q, k_cache, v, table, lengths, out=out, **options)[1], v_cache, out
+        )
+        return out, lse.reshape(batch, -1).transpose(0, 1) if ragged else lse
+    packed, cu_q, packed_out = q, cu_seqlens_q.contiguous() if ragged else None, out
+    if not ragged:
+        packed, packed_out = q.reshape(-1, *q.shape[2:]), out.flatten(0, 1)
+        cu_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
+    lse = _by_columns(
+        lambda v, out: paged_prefill(
+            packed, k_cache, v, table, lengths, cu_q, seqlen_q, out=out, right=right, **options
+        )[1],
+        v_cache, packed_out,
+    )  # fmt: skip
+    return out, lse if ragged else lse.view(-1, batch, seqlen_q).transpose(0, 1)
 
 
 @graph_entry
