@@ -40,17 +40,19 @@ class Engine:
         backend: name of the attention backend, see ``ladder.engine.backends.NAMES``.
         device, dtype: None is the GPU in bfloat16 where there is one, else the CPU in float32.
         mem_fraction: share of the device's memory that weights, activations and the KV pool may take together.
-        kv_tokens: size of the KV pool in tokens; None is what the fraction leaves, at most what ``max_seqs`` sequences of
-            ``max_len`` tokens could ever fill.
-        max_len: longest sequence, prompt and answer, in tokens; None is the model's context, or the pool if that is less.
-        max_seqs: most requests that run at a time. chunk_tokens: most prompt tokens in a step. chunk_keys: most keys that
-            they look at together. decode_every: see ``Scheduler``. page_size: tokens of a page.
+        kv_tokens: size of the KV pool in tokens; None is what the fraction leaves, at most what ``max_seqs`` sequences
+            of ``max_len`` tokens could ever fill.
+        max_len: longest sequence, prompt and answer, in tokens; None is the model's context, or the pool if that is
+            less.
+        max_seqs: most requests that run at a time. chunk_tokens: most prompt tokens in a step. chunk_keys: most keys
+            that they look at together. decode_every: see ``Scheduler``. page_size: tokens of a page.
         cuda_graphs: capture decode (on a GPU, where the backend allows it).
         windows: ``RangeWindows`` for step08, None is exact attention.
         log: called with each line of the log. progress: see ``Spec.load``.
 
     Raises:
-        TypeError, ValueError: before anything is allocated: an argument that is none, an unknown backend, one that cannot run here, a
+        TypeError, ValueError: before anything is allocated: an argument that is none, an unknown backend, one that
+        cannot run here, a
             model that does not fit.
     """
 
@@ -84,7 +86,8 @@ class Engine:
         if self.device.type == "cuda":
             activations = self.runner.measure(needs.chunk_tokens) + needs.unmeasured
         self.plan = replace(needs.plan, activations=activations)
-        room = self.parallel.least(self.plan.pages) if self.parallel else self.plan.pages  # all ranks' books are the same
+        # all ranks' books are the same
+        room = self.parallel.least(self.plan.pages) if self.parallel else self.plan.pages
         pages = needs.pool_pages(room, activations)
         self.pool = PagePool(pages, config.page_size)
         self.max_len = min(needs.longest, self.pool.tokens)
@@ -96,8 +99,10 @@ class Engine:
         )  # fmt: skip
         self.requests, self._submitted = {}, 0
         self._events = deque()  # not told yet
-        self._inboxes = {}  # request -> the queue of its stream, which finds there what happens while others run the steps
-        # Whether a prefill may follow another before the first one's tokens are read; not where experts wait for the host.
+        # request -> the queue of its stream, which finds there what happens while others run the steps
+        self._inboxes = {}
+        # Whether a prefill may follow another before the first one's tokens are read; not where experts wait for the
+        # host.
         few_rows = needs.chunk_tokens * getattr(spec.config, "top_k", 1) <= MOST_ROWS
         self.looks_ahead = self.device.type == "cuda" and not self.parallel and few_rows
         self._ahead = None  # what ``_launch`` returned of such a prefill
@@ -121,8 +126,10 @@ class Engine:
         self.log(f"attention backend {self.backend.name}{windows}{captures}")
         self.log(
             f"KV pool {self.pool.tokens:,} tokens in {self.pool.tokens // self.config.page_size:,} pages of "
-            f"{self.config.page_size}, {cache:,} bytes ({gib(cache)}, {self.spec.token_bytes(self.dtype):,} bytes a token); "
-            f"weights {gib(self.plan.weights)}, activations {gib(self.plan.activations)}, {self.config.mem_fraction:g} of "
+            f"{self.config.page_size}, {cache:,} bytes ({gib(cache)}, {self.spec.token_bytes(self.dtype):,} bytes a "
+            f"token); "
+            f"weights {gib(self.plan.weights)}, activations {gib(self.plan.activations)}, {self.config.mem_fraction:g} "
+            f"of "
             f"{gib(self.plan.total)}"
         )
 
@@ -134,14 +141,16 @@ class Engine:
 
         Raises:
             TypeError: no prompt, or no ``SamplingParams``.
-            ValueError: an empty prompt, what is no id of the vocabulary, a request longer than a sequence or the pool may be.
+            ValueError: an empty prompt, what is no id of the vocabulary, a request longer than a sequence or the pool
+            may be.
         """
         prompt = check_prompt(prompt, self.spec.config.vocab)
         if not isinstance(params, SamplingParams):
             raise TypeError(f"engine: params is {params!r}; want SamplingParams")
         if len(prompt) + params.max_tokens > self.max_len:
             raise ValueError(
-                f"engine: {len(prompt)} prompt tokens and {params.max_tokens} to generate are {len(prompt) + params.max_tokens}; "
+                f"engine: {len(prompt)} prompt tokens and {params.max_tokens} to generate are "
+                f"{len(prompt) + params.max_tokens}; "
                 f"want at most {self.max_len}, the longest sequence (KV pool: {self.pool.tokens} tokens)"
             )
         request = Request(self._submitted, prompt, params, submitted=time.perf_counter())
@@ -162,7 +171,8 @@ class Engine:
             self._tell(Event(number, None, "cancelled"))
 
     def forget(self, number):
-        """Drop the record of a request that has ended, and return it: who serves for long calls this for every answer that was read.
+        """Drop the record of a request that has ended, and return it: who serves for long calls this for every answer
+        that was read.
 
         Raises:
             ValueError: there is no request of that number, or it has not ended.
@@ -182,11 +192,11 @@ class Engine:
         return self.scheduler.busy or bool(self._events)
 
     def step(self):
-        """Run one step; returns its ``Event``s, in batch order, but for those that a stream will yield. An empty list: only prompts
-        were computed.
+        """Run one step; returns its ``Event``s, in batch order, but for those that a stream will yield. An empty list:
+        only prompts were computed.
 
-        After an exception (no memory for a step, Ctrl-C) the engine goes on: tokens that were lost with it are computed again,
-        and events that it had already come with the next step.
+        After an exception (no memory for a step, Ctrl-C) the engine goes on: tokens that were lost with it are computed
+        again, and events that it had already come with the next step.
         """
         try:
             self._step()
@@ -225,7 +235,8 @@ class Engine:
             self._tell(Event(request.id, token, reason))
 
     def _launch(self, step):
-        """Send a step to the device: (requests with a new token, these tokens, whether it was a prefill); None without a step."""
+        """Send a step to the device: (requests with a new token, these tokens, whether it was a prefill); None without
+        a step."""
         if step is None:
             return None
         if step.decode:
@@ -250,10 +261,11 @@ class Engine:
         return requests, HostCopy(greedy) if copied else greedy, not step.decode
 
     def stream(self, prompts, params=SamplingParams()):
-        """Submit prompts (lists of token ids; ``params`` one for all or a list) and yield ``Event``s until all have ended.
+        """Submit prompts (lists of token ids; ``params`` one for all or a list) and yield ``Event``s until all have
+        ended.
 
-        Several streams may be read in turns: each runs steps for all, and yields its own requests' events and those of requests
-        that no stream submitted.
+        Several streams may be read in turns: each runs steps for all, and yields its own requests' events and those of
+        requests that no stream submitted.
 
         Raises:
             TypeError, ValueError: as ``submit``, and nothing stays queued.
@@ -261,7 +273,9 @@ class Engine:
         prompts = _listed(prompts)
         params = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(params) != len(prompts):
-            raise ValueError(f"engine: {len(params)} params for {len(prompts)} prompts; want one for all, or one for each")
+            raise ValueError(
+                f"engine: {len(params)} params for {len(prompts)} prompts; want one for all, or one for each"
+            )
         own, live, inbox = [], set(), deque()
         try:
             for prompt, p in zip(prompts, params):
@@ -272,7 +286,8 @@ class Engine:
                 if not inbox and not self._events:
                     self._events.extend(self.step())
                     continue
-                event = (inbox or self._events).popleft()  # taken one by one: whoever asks next goes on where this one left
+                # taken one by one: whoever asks next goes on where this one left
+                event = (inbox or self._events).popleft()
                 if event.finished:
                     live.discard(event.request)
                 yield event

@@ -42,10 +42,10 @@ def device_memory(device):
 class Needs:
     """What an engine will ask of the memory, known before its model is loaded: see ``plan_memory``.
 
-    ``plan`` has the activations by arithmetic, which on a CPU are those of the engine. ``longest`` is the longest sequence in
-    tokens, ``chunk_tokens`` and ``chunk_keys`` are as the scheduler gets them. ``unmeasured`` bytes of a step are not in what
-    ``Runner.measure`` sees. ``pages`` of ``page_size`` tokens make the pool, page 0 included: those that ``kv_tokens`` asks
-    for, or where that is None, all that ``max_seqs`` longest sequences could fill.
+    ``plan`` has the activations by arithmetic, which on a CPU are those of the engine. ``longest`` is the longest
+    sequence in tokens, ``chunk_tokens`` and ``chunk_keys`` are as the scheduler gets them. ``unmeasured`` bytes of a
+    step are not in what ``Runner.measure`` sees. ``pages`` of ``page_size`` tokens make the pool, page 0 included:
+    those that ``kv_tokens`` asks for, or where that is None, all that ``max_seqs`` longest sequences could fill.
     """
 
     plan: MemoryPlan
@@ -71,7 +71,8 @@ class Needs:
             pages = room
         if pages < 2:
             raise ValueError(
-                f"engine: {gib(activations)} of activations leave no memory for the KV pool; want a smaller --chunk-tokens"
+                f"engine: {gib(activations)} of activations leave no memory for the KV pool; want a smaller "
+                f"--chunk-tokens"
             )
         return pages
 
@@ -107,8 +108,10 @@ def plan_memory(spec, attention, config):
     wanted = 2 if kv_tokens is None else -(-kv_tokens // page_size) + 1
     if plan.pages < wanted:
         raise ValueError(
-            f"engine: {spec.name} needs {gib(weights)} for weights, {gib(transient)} for a prefill step of {chunk_tokens} tokens "
-            f"on {longest} keys and {gib(wanted * page_bytes)} for the KV pool; {config.mem_fraction:g} of {gib(total)} without the "
+            f"engine: {spec.name} needs {gib(weights)} for weights, {gib(transient)} for a prefill step of "
+            f"{chunk_tokens} tokens "
+            f"on {longest} keys and {gib(wanted * page_bytes)} for the KV pool; {config.mem_fraction:g} of "
+            f"{gib(total)} without the "
             f"{gib(others)} in use leaves {gib(max(0, total * config.mem_fraction - others))}. "
             "Want a larger --mem-fraction, a smaller --max-len or --chunk-tokens, or more memory"
         )
