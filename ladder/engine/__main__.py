@@ -22,47 +22,86 @@ from .sampling import SamplingParams
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def parse_args(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m ladder.engine", description="A small MoE serving engine on any rung of the ladder.")
+def build_parser():
+    """The options of the three commands."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ladder.engine", description="A small MoE serving engine on any rung of the ladder."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
 
     def common(name, text):
         sub = commands.add_parser(name, help=text, description=text)
         sub.add_argument("--model", choices=NAMES, default="tiny-moe")
-        sub.add_argument("--checkpoint", metavar="PATH", help="folder of the public checkpoint (deepseek-v2-lite) or file of weights (tiny-moe); "
+        sub.add_argument("--checkpoint", metavar="PATH", help="folder of the public checkpoint (deepseek-v2-lite) or "
+            "file of weights (tiny-moe); "
                          "without one deepseek-v2-lite has random weights")  # fmt: skip
-        sub.add_argument("--backend", default="step08", help=f"who computes attention: {', '.join(backends.NAMES)} (default step08); bench takes several, with commas")
+        sub.add_argument(
+            "--backend",
+            default="step08",
+            help=f"who computes attention: {', '.join(backends.NAMES)} (default step08); bench takes several, with "
+                f"commas",
+        )
         sub.add_argument("--device", choices=["cuda", "cpu"], help="default: the GPU when there is one")
         sub.add_argument("--dtype", choices=list(DTYPES), help="default: bfloat16 on a GPU, float32 on a CPU")
-        sub.add_argument("--mem-fraction", type=float, default=0.9, help="share of the device's memory for weights, activations and KV pool (default 0.9)")
+        sub.add_argument(
+            "--mem-fraction", type=float, default=0.9,
+            help="share of the device's memory for weights, activations and KV pool (default 0.9)",
+        )  # fmt: skip
         sub.add_argument("--chunk-tokens", type=int, default=8192, help="most prompt tokens of a step")
         sub.add_argument("--page-size", type=int, default=64, help="tokens of a page")
-        sub.add_argument("--experts", choices=parallel.SPLITS, default="whole", help="on several ranks: whole experts on each, or a slice of each (default whole)")
-        sub.add_argument("--placement", metavar="FILE", help="on several ranks: where whole experts live, as python -m dspark_mini place --output wrote it")
+        sub.add_argument(
+            "--experts", choices=parallel.SPLITS, default="whole",
+            help="on several ranks: whole experts on each, or a slice of each (default whole)",
+        )  # fmt: skip
+        sub.add_argument(
+            "--placement",
+            metavar="FILE",
+            help="on several ranks: where whole experts live, as python -m dspark_mini place --output wrote it",
+        )
         sub.add_argument("--no-cuda-graphs", action="store_true", help="launch every kernel of a decode step by itself")
         return sub
 
     generate = common("generate", "Answer prompts, streaming.")
     generate.add_argument("--prompt", action="append", help="text (repeatable: prompts are answered together)")
-    generate.add_argument("--prompt-ids", action="append", metavar="1,2,3", help="token ids instead of text (repeatable)")
+    generate.add_argument(
+        "--prompt-ids", action="append", metavar="1,2,3", help="token ids instead of text (repeatable)"
+    )
     generate.add_argument("--max-tokens", type=int, default=200)
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     generate.add_argument("--top-p", type=float, default=1.0)
     generate.add_argument("--seed", type=int, default=0)
-    generate.add_argument("--window", metavar="SINK,WINDOW", help="let every token see the first SINK and the newest WINDOW tokens only (step08)")
+    generate.add_argument(
+        "--window",
+        metavar="SINK,WINDOW",
+        help="let every token see the first SINK and the newest WINDOW tokens only (step08)",
+    )
 
-    measure = common("bench", "Measure time to first token, inter-token latency, throughput and memory with random prompts.")
+    measure = common(
+        "bench", "Measure time to first token, inter-token latency, throughput and memory with random prompts."
+    )
     measure.add_argument("--input-len", type=int, default=4096)
     measure.add_argument("--output-len", type=int, default=512)
     measure.add_argument("--concurrency", type=int, default=8)
     measure.add_argument("--repeats", type=int, default=1, help="measure so often and take the median of each number")
-    measure.add_argument("--fit", action="store_true", help="size the KV pool for exactly these requests: peak memory is then what they need")
-    measure.add_argument("--with-transformers", action="store_true", help="also measure Hugging Face transformers in this run")
+    measure.add_argument(
+        "--fit",
+        action="store_true",
+        help="size the KV pool for exactly these requests: peak memory is then what they need",
+    )
+    measure.add_argument(
+        "--with-transformers", action="store_true", help="also measure Hugging Face transformers in this run"
+    )
     measure.add_argument("--memory-table", action="store_true", help="most concurrent requests at memory fractions")
     measure.add_argument("--fractions", type=float, nargs="+", default=list(bench.FRACTIONS), help="of --memory-table")
-    measure.add_argument("--requests", type=int, default=0, help="with --memory-table: serve so many mixed requests at each fraction")
+    measure.add_argument(
+        "--requests", type=int, default=0, help="with --memory-table: serve so many mixed requests at each fraction"
+    )
     measure.add_argument("--json", metavar="FILE", help="write the results as JSON; - is standard output")
-    measure.add_argument("--keep", action="store_true", help="keep rows of that file for cases and backends that this run does not measure")
+    measure.add_argument(
+        "--keep",
+        action="store_true",
+        help="keep rows of that file for cases and backends that this run does not measure",
+    )
 
     quality = commands.add_parser("quality", help="Bits per byte of tiny-moe against window policy, on held-out text.")
     quality.add_argument("--checkpoint", metavar="FILE", help="weights of tiny-moe (default: those of the repository)")
@@ -72,53 +111,74 @@ def parse_args(argv=None):
     quality.add_argument("--sequences", type=int, default=16)
     quality.add_argument("--json", metavar="FILE", help="write the results as JSON; - is standard output")
 
+    return parser
+
+
+def parse_args(argv=None):
+    """The arguments of a command; what argparse cannot tell from one option alone is refused here, naming the
+    option."""
+    parser = build_parser()
     args = parser.parse_args(argv)
+    several = parallel.ranks() > 1
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: cuda was asked for, and PyTorch sees no GPU")
     target = getattr(args, "json", None)
     if target and target != "-" and (not Path(target).absolute().parent.is_dir() or Path(target).is_dir()):
         parser.error(f"argument --json: cannot write {target}; want a file in a folder that exists")
-    if args.command == "generate":
-        if bool(args.prompt) == bool(args.prompt_ids):
-            parser.error("argument --prompt: want prompts as text or as --prompt-ids")
-        if args.window:
-            try:
-                sink, window = (int(n) for n in args.window.split(","))
-            except ValueError:
-                parser.error(f"argument --window: {args.window!r} is not SINK,WINDOW; want two integers such as 4,1020")
-            args.window = sink, window
-    if args.command == "quality":
-        for option, least in (("context", 2), ("sequences", 1)):
-            value = getattr(args, option)
-            if value is not None and value < least:
-                parser.error(f"argument --{option}: {value}; want at least {least}")
-    if args.command == "quality" and parallel.ranks() > 1:
-        parser.error("quality runs on one rank; start it without torchrun")
     if getattr(args, "placement", None):
-        if parallel.ranks() == 1:
-            parser.error("argument --placement: one rank holds every expert; start several with torchrun --nproc-per-node")
+        if not several:
+            parser.error(
+                "argument --placement: one rank holds every expert; start several with torchrun --nproc-per-node"
+            )
         if not Path(args.placement).is_file():
             parser.error(f"argument --placement: there is no {args.placement}")
-    if args.command == "bench":
-        if args.with_transformers and parallel.ranks() > 1:
-            parser.error("argument --with-transformers: measures one rank; start it without torchrun")
-        for option in ("input_len", "output_len", "concurrency", "repeats", "chunk_tokens", "page_size"):
-            if getattr(args, option) < 1:
-                parser.error(f"argument --{option.replace('_', '-')}: {getattr(args, option)}; want at least 1")
-        for fraction in args.fractions:
-            if not 0 < fraction <= 1:
-                parser.error(f"argument --fractions: {fraction}; want above 0, at most 1")
-        if args.requests < 0:
-            parser.error(f"argument --requests: {args.requests}; want at least 0")
-        if args.with_transformers and args.model == "tiny-moe":
-            parser.error("argument --with-transformers: transformers has no tiny-moe; want --model deepseek-v2-lite")
-        if args.with_transformers and importlib.util.find_spec("transformers") is None:
-            parser.error("argument --with-transformers: needs the package transformers (pip install transformers)")
+    if args.command == "generate":
+        _check_generate(parser, args)
+    elif args.command == "bench":
+        _check_bench(parser, args, several)
+    else:
+        if several:
+            parser.error("quality runs on one rank; start it without torchrun")
+        _at_least(parser, args, context=2, sequences=1)
     return args
 
 
+def _at_least(parser, args, **least):
+    for option, number in least.items():
+        value = getattr(args, option)
+        if value is not None and value < number:
+            parser.error(f"argument --{option.replace('_', '-')}: {value}; want at least {number}")
+
+
+def _check_generate(parser, args):
+    if bool(args.prompt) == bool(args.prompt_ids):
+        parser.error("argument --prompt: want prompts as text or as --prompt-ids")
+    if args.window:
+        try:
+            sink, window = (int(n) for n in args.window.split(","))
+        except ValueError:
+            parser.error(f"argument --window: {args.window!r} is not SINK,WINDOW; want two integers such as 4,1020")
+        args.window = sink, window
+
+
+def _check_bench(parser, args, several):
+    if args.with_transformers and several:
+        parser.error("argument --with-transformers: measures one rank; start it without torchrun")
+    _at_least(
+        parser, args, input_len=1, output_len=1, concurrency=1, repeats=1, chunk_tokens=1, page_size=1, requests=0
+    )
+    for fraction in args.fractions:
+        if not 0 < fraction <= 1:
+            parser.error(f"argument --fractions: {fraction}; want above 0, at most 1")
+    if args.with_transformers and args.model == "tiny-moe":
+        parser.error("argument --with-transformers: transformers has no tiny-moe; want --model deepseek-v2-lite")
+    if args.with_transformers and importlib.util.find_spec("transformers") is None:
+        parser.error("argument --with-transformers: needs the package transformers (pip install transformers)")
+
+
 class Progress:
-    """A progress bar on standard error while something long runs; silent where that is no terminal, and on ranks but the first."""
+    """A progress bar on standard error while something long runs; silent where that is no terminal, and on ranks but
+    the first."""
 
     def __init__(self, text):
         from rich.console import Console
@@ -162,7 +222,8 @@ def log(line):
 
 def engine_options(args):
     return dict(
-        device=args.device, dtype=DTYPES.get(args.dtype), mem_fraction=args.mem_fraction, chunk_tokens=args.chunk_tokens,
+        device=args.device, dtype=DTYPES.get(args.dtype), mem_fraction=args.mem_fraction,
+        chunk_tokens=args.chunk_tokens,
         page_size=args.page_size, cuda_graphs=not args.no_cuda_graphs, log=log,
     )  # fmt: skip
 
@@ -179,7 +240,9 @@ def find_part(args):
         try:
             options["placement"] = Placement.from_json(json.loads(Path(args.placement).read_text()))
         except (ValueError, TypeError) as error:
-            raise ValueError(f"--placement {args.placement} is no placement of dspark_mini place --output: {error}") from None
+            raise ValueError(
+                f"--placement {args.placement} is no placement of dspark_mini place --output: {error}"
+            ) from None
     return dataclasses.replace(spec, parallel=parallel.join(args.device, **options))
 
 
@@ -187,7 +250,8 @@ def run_generate(args):
     spec = find_part(args)
     on_cpu = args.device == "cpu" or not torch.cuda.is_available()
     if on_cpu and args.model == "tiny-moe" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # products this small: threads wait for one another longer than they work, on a busy machine ten times
+        # products this small: threads wait for one another longer than they work, on a busy machine ten times
+        torch.set_num_threads(1)
     tokenizer = spec.tokenizer() if args.prompt else Bytes() if not spec.latent else None
     if args.prompt:
         prompts = [tokenizer.encode(text) for text in args.prompt]
@@ -203,14 +267,18 @@ def run_generate(args):
 
         windows = RangeWindows.sink_window(*args.window)
     params = [
-        SamplingParams(args.max_tokens, args.temperature, args.top_p, args.seed + n, spec.end) for n in range(len(prompts))
+        SamplingParams(args.max_tokens, args.temperature, args.top_p, args.seed + n, spec.end)
+        for n in range(len(prompts))
     ]
     need = max(len(p) for p in prompts) + args.max_tokens
     if need > spec.config.context:
-        raise ValueError(f"prompt and --max-tokens are {need} tokens; want at most {spec.config.context}, the context of {spec.name}")
+        raise ValueError(
+            f"prompt and --max-tokens are {need} tokens; want at most {spec.config.context}, the context of {spec.name}"
+        )
     try:
         with Progress(f"loading {spec.name}") as progress:
-            engine = Engine(spec, args.backend, max_len=need, max_seqs=len(prompts), windows=windows, progress=progress.numbers(spec.parameters),
+            engine = Engine(spec, args.backend, max_len=need, max_seqs=len(prompts), windows=windows,
+                            progress=progress.numbers(spec.parameters),
                             **engine_options(args))  # fmt: skip
     except KeyboardInterrupt:
         log("interrupted before there was an answer")
@@ -278,13 +346,17 @@ class Streams:
 
 def show(row):
     """A row of a benchmark as one line."""
-    names = (("ttft_ms", "TTFT {:,.1f} ms"), ("itl_ms", "ITL {:.2f} ms"), ("itl_p99_ms", "p99 {:.2f} ms"), ("tok_s", "{:,.0f} tok/s"),
-             ("concurrency", "{:,} at once"), ("kv_pool_tokens", "KV pool {:,} tokens"), ("preemptions", "{} preemptions"),
+    names = (("ttft_ms", "TTFT {:,.1f} ms"), ("itl_ms", "ITL {:.2f} ms"), ("itl_p99_ms", "p99 {:.2f} ms"),
+             ("tok_s", "{:,.0f} tok/s"),
+             ("concurrency", "{:,} at once"), ("kv_pool_tokens", "KV pool {:,} tokens"),
+             ("preemptions", "{} preemptions"),
              ("bits_per_byte", "{:.4f} bits per byte"), ("visible_pairs", "{:.0%} of pairs visible"))  # fmt: skip
     parts = [text.format(row[name]) for name, text in names if name in row]
     if row.get("peak_bytes"):
         parts.append(f"peak {row['peak_bytes'] / 2**30:.2f} GiB")
-    label = row["case"].get("policy") or " ".join([row["impl"], *(str(row["case"][k]) for k in ("mem_fraction",) if k in row["case"])])
+    label = row["case"].get("policy") or " ".join(
+        [row["impl"], *(str(row["case"][k]) for k in ("mem_fraction",) if k in row["case"])]
+    )
     return f"{label}: {', '.join(parts)}" + (" (partial: interrupted)" if row.get("partial") else "")
 
 
@@ -292,10 +364,15 @@ def run_bench(args):
     if args.keep and args.json in (None, "-"):
         raise ValueError("--keep keeps the rows of a file; want --json FILE with it")
     if args.keep:  # a file that cannot be added to is refused before anything is measured
-        results.kept_rows(args.json, [], results.machine(args.device or ("cuda" if torch.cuda.is_available() else "cpu")))
+        results.kept_rows(
+            args.json, [], results.machine(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        )
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    for name in args.backend.split(","):  # a name or a device that does not fit is refused before another backend is measured
-        backends.make(name, device).check(device, DTYPES.get(args.dtype) or (torch.bfloat16 if device.type == "cuda" else torch.float32))
+    # a name or a device that does not fit is refused before another backend is measured
+    for name in args.backend.split(","):
+        backends.make(name, device).check(
+            device, DTYPES.get(args.dtype) or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        )
     spec = find_part(args)
     options = engine_options(args)
     shape = dict(input_len=args.input_len, output_len=args.output_len)
@@ -306,17 +383,23 @@ def run_bench(args):
             for backend in args.backend.split(","):
                 for fraction in args.fractions:  # one by one: where one does not fit, those before it are kept
                     with Progress(f"{fraction:g} of the memory on {backend}") as progress:
-                        rows += bench.memory_table(spec, backend, requests=args.requests, fractions=[fraction], progress=progress.share, **shape, **options)
+                        rows += bench.memory_table(
+                            spec, backend, requests=args.requests, fractions=[fraction], progress=progress.share,
+                            **shape, **options,
+                        )  # fmt: skip
         else:
             for backend in args.backend.split(","):
                 with Progress(f"{spec.name} on {backend}") as progress:
-                    rows.append(bench.throughput(spec, backend, concurrency=args.concurrency, repeats=args.repeats, fit=args.fit,
+                    rows.append(bench.throughput(spec, backend, concurrency=args.concurrency, repeats=args.repeats,
+                                                 fit=args.fit,
                                                  progress=progress.share, **shape, **options))  # fmt: skip
         if args.with_transformers:
             log("measuring transformers")
             device = "cuda" if torch.cuda.is_available() else "cpu"
             dtype = DTYPES.get(args.dtype) or (torch.bfloat16 if device == "cuda" else torch.float32)
-            rows.append(bench.transformers_peer(spec, concurrency=args.concurrency, device=device, dtype=dtype, **shape))
+            rows.append(
+                bench.transformers_peer(spec, concurrency=args.concurrency, device=device, dtype=dtype, **shape)
+            )
     except bench.Interrupted as stop:
         interrupted = True
         rows += stop.partial if isinstance(stop.partial, list) else [stop.partial] if stop.partial else []
@@ -337,7 +420,8 @@ def run_quality(args):
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         with Progress("window policies") as progress:
-            rows = quality.table(weights=args.checkpoint or tiny_moe.WEIGHTS, context=args.context, sequences=args.sequences,
+            rows = quality.table(weights=args.checkpoint or tiny_moe.WEIGHTS, context=args.context,
+                                 sequences=args.sequences,
                                  device=device, dtype=DTYPES.get(args.dtype), progress=progress.share)  # fmt: skip
     except bench.Interrupted as stop:
         rows, interrupted = stop.partial, True

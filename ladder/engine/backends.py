@@ -36,7 +36,8 @@ class Backend:
         return None
 
     def varlen(self, q, k, v, batch, scale):
-        """Causal attention, aligned to the bottom right, of packed q (T, Hq, D) over k (total_k, Hkv, D) and v: (T, Hq, Dv)."""
+        """Causal attention, aligned to the bottom right, of packed q (T, Hq, D) over k (total_k, Hkv, D) and v: (T, Hq,
+        Dv)."""
         raise NotImplementedError
 
     def prefill(self, q, k_cache, v_cache, batch, scale):
@@ -52,7 +53,8 @@ class Backend:
         raise NotImplementedError
 
     def with_workspace(self, workspace):
-        """This backend with scratch memory of its own, as each captured graph needs; None where it has no such memory."""
+        """This backend with scratch memory of its own, as each captured graph needs; None where it has no such
+        memory."""
         return self
 
     def scratch_bytes(self, tokens, keys, num_heads, itemsize):
@@ -64,14 +66,21 @@ class Backend:
         if device.type == "cuda" or not self.needs_triton:
             return
         if not interpret.has_triton():
-            raise ValueError(f"backend {self.name} is written in Triton, which is not installed; want sdpa, step01 to step04, or step08")
+            raise ValueError(
+                f"backend {self.name} is written in Triton, which is not installed; want sdpa, step01 to step04, or "
+                f"step08"
+            )
         if not interpret.is_enabled():
             raise ValueError(
-                f"backend {self.name} has no path on the CPU but Triton's interpreter, which takes seconds for a token of tiny-moe: "
-                "set TRITON_INTERPRET=1 to try a few tokens, or take sdpa, step01 to step04 or step08, which run real text"
+                f"backend {self.name} has no path on the CPU but Triton's interpreter, which takes seconds for a token "
+                f"of tiny-moe: "
+                "set TRITON_INTERPRET=1 to try a few tokens, or take sdpa, step01 to step04 or step08, which run real "
+                "text"
             )
         if dtype == torch.bfloat16:
-            raise ValueError(f"backend {self.name}: Triton's interpreter multiplies bfloat16 wrongly; want float32 or float16")
+            raise ValueError(
+                f"backend {self.name}: Triton's interpreter multiplies bfloat16 wrongly; want float32 or float16"
+            )
 
 
 class Dense(Backend):
@@ -167,7 +176,9 @@ class DFlash1(Backend):
         return self.module.attention_varlen(q, k, v, batch.cu_seqlens_q, batch.cu_seqlens_k, causal=True, scale=scale)
 
     def prefill(self, q, k_cache, v_cache, batch, scale):
-        return self.module.paged_prefill(q, k_cache, v_cache, batch.block_table, batch.seq_lens, batch.cu_seqlens_q, scale=scale)
+        return self.module.paged_prefill(
+            q, k_cache, v_cache, batch.block_table, batch.seq_lens, batch.cu_seqlens_q, scale=scale
+        )
 
     def decode(self, q, k_cache, v_cache, batch, scale):
         return self.module.paged_decode(
@@ -208,22 +219,41 @@ class DFlash2(Backend):
         heads = (1, c.latent + c.rope_dim, c.latent) if latent else (c.num_kv_heads, c.head_dim, c.head_dim)
         return self.get_schedule(
             batch.seq_lens, num_heads=c.num_heads, num_kv_heads=heads[0], head_dim=heads[1], head_dim_v=heads[2],
-            page_size=cache.page_size, max_seq_len=batch.block_table.shape[1] * cache.page_size, dtype=cache.parts[0].dtype, windows=self.windows,
+            page_size=cache.page_size, max_seq_len=batch.block_table.shape[1] * cache.page_size,
+            dtype=cache.parts[0].dtype, windows=self.windows,
         )  # fmt: skip
 
     def varlen(self, q, k, v, batch, scale):
         return self.module.dflash2_varlen(
-            q, k, v, batch.cu_seqlens_q, batch.cu_seqlens_k, batch.max_q, batch.max_k, causal=True, scale=scale, windows=self.windows
+            q,
+            k,
+            v,
+            batch.cu_seqlens_q,
+            batch.cu_seqlens_k,
+            batch.max_q,
+            batch.max_k,
+            causal=True,
+            scale=scale,
+            windows=self.windows,
         )
 
     def prefill(self, q, k_cache, v_cache, batch, scale):
         return self.module.dflash2_paged_prefill(
-            q, k_cache, v_cache, batch.block_table, batch.seq_lens, batch.cu_seqlens_q, batch.max_q, scale=scale, windows=self.windows
+            q,
+            k_cache,
+            v_cache,
+            batch.block_table,
+            batch.seq_lens,
+            batch.cu_seqlens_q,
+            batch.max_q,
+            scale=scale,
+            windows=self.windows,
         )
 
     def decode(self, q, k_cache, v_cache, batch, scale):
         return self.module.dflash2_decode(
-            q, k_cache, v_cache, batch.block_table, batch.seq_lens, scale=scale, windows=self.windows, workspace=self.workspace,
+            q, k_cache, v_cache, batch.block_table, batch.seq_lens, scale=scale, windows=self.windows,
+            workspace=self.workspace,
             schedule=batch.schedule,
         )  # fmt: skip
 

@@ -27,7 +27,9 @@ class Interrupted(Exception):
 def case(spec, **fields):
     """The ``case`` of an engine row; of several ranks it says how many, and how the experts are split."""
     part = spec.parallel
-    several = {"tensor_parallel": part.size, "experts": part.experts if part.placement is None else "placed"} if part else {}
+    several = (
+        {"tensor_parallel": part.size, "experts": part.experts if part.placement is None else "placed"} if part else {}
+    )
     return {"mode": "engine", "model": spec.name, **fields, **several}
 
 
@@ -57,7 +59,10 @@ def summary(requests, began):
         return {}
     gaps = [1e3 * (b - a) for r in requests for a, b in zip(r.times, r.times[1:])]
     tokens, last = sum(len(r.times) for r in requests), max(r.times[-1] for r in requests if r.times)
-    found = {"ttft_ms": round(1e3 * (max(firsts) - began), 2), "ttft_p50_ms": round(1e3 * (statistics.median(firsts) - began), 2)}
+    found = {
+        "ttft_ms": round(1e3 * (max(firsts) - began), 2),
+        "ttft_p50_ms": round(1e3 * (statistics.median(firsts) - began), 2),
+    }
     if gaps:
         found |= {"itl_ms": round(statistics.median(gaps), 3), "itl_p99_ms": round(percentile(gaps, 0.99), 3)}
     return found | {"tok_s": round(tokens / (last - began), 1), "output_tokens": tokens}
@@ -73,7 +78,8 @@ def throughput(spec, backend, *, input_len, output_len, concurrency, fit=False, 
         options: of ``Engine``.
 
     Returns:
-        A results row. ``peak_bytes`` is all that PyTorch held at once on the device, weights and the whole pool included.
+        A results row. ``peak_bytes`` is all that PyTorch held at once on the device, weights and the whole pool
+        included.
 
     Raises:
         Interrupted: by Ctrl-C, with a row of what was measured until then, marked ``"partial": true``.
@@ -110,14 +116,18 @@ def throughput(spec, backend, *, input_len, output_len, concurrency, fit=False, 
             break
     measured = runs[0] if runs else {}
     if len(runs) > 1:
-        measured = {name: round(statistics.median(run[name] for run in runs), 3) for name in measured if name != "output_tokens"}
+        measured = {
+            name: round(statistics.median(run[name] for run in runs), 3) for name in measured if name != "output_tokens"
+        }
         measured |= {"output_tokens": runs[0]["output_tokens"], "repeats": len(runs)}
     row = results.row(
-        case(spec, input_len=input_len, output_len=output_len, concurrency=concurrency, dtype=str(engine.dtype).removeprefix("torch."),
+        case(spec, input_len=input_len, output_len=output_len, concurrency=concurrency,
+             dtype=str(engine.dtype).removeprefix("torch."),
              weights="checkpoint" if spec.source else "random"),
         engine.backend.name,
         peak_bytes=peak_bytes(engine),
-        mem_fraction=engine.mem_fraction, kv_pool_tokens=engine.pool.tokens, kv_pool_bytes=engine.runner.cache.nbytes,
+        mem_fraction=engine.config.mem_fraction, kv_pool_tokens=engine.pool.tokens,
+        kv_pool_bytes=engine.runner.cache.nbytes,
         kv_used_tokens=engine.pool.most_used * engine.pool.page_size,
         cuda_graphs=engine.runner.captures, chunk_tokens=engine.scheduler.chunk_tokens, **measured,
     )  # fmt: skip
@@ -127,11 +137,14 @@ def throughput(spec, backend, *, input_len, output_len, concurrency, fit=False, 
     return row
 
 
-def memory_table(spec, backend, *, input_len, output_len, fractions=FRACTIONS, requests=0, max_seqs=256, progress=None, **options):
-    """Most requests that run at the same time at each memory fraction, and with ``requests`` a run of mixed ones that must not fail.
+def memory_table(
+    spec, backend, *, input_len, output_len, fractions=FRACTIONS, requests=0, max_seqs=256, progress=None, **options
+):
+    """Most requests that run at the same time at each memory fraction, and with ``requests`` a run of mixed ones that
+    must not fail.
 
-    The mixed requests have prompts of 1 .. 4 * input_len tokens, so that the pool overflows and requests wait, are preempted
-    and resumed.
+    The mixed requests have prompts of 1 .. 4 * input_len tokens, so that the pool overflows and requests wait, are
+    preempted and resumed.
 
     Returns:
         Results rows: ``concurrency`` is how many requests of input_len + output_len tokens the pool holds at once.
@@ -147,9 +160,13 @@ def memory_table(spec, backend, *, input_len, output_len, fractions=FRACTIONS, r
             held = (engine.pool.num_pages - 1) // size
             extra = {}
             if requests:
-                extra = _mixed(engine, requests, input_len, output_len, lambda share: progress and progress((number + share) / len(fractions)))
+                extra = _mixed(
+                    engine, requests, input_len, output_len,
+                    lambda share: progress and progress((number + share) / len(fractions)),
+                )  # fmt: skip
             rows.append(results.row(
-                case(spec, input_len=input_len, output_len=output_len, mem_fraction=fraction, dtype=str(engine.dtype).removeprefix("torch."),
+                case(spec, input_len=input_len, output_len=output_len, mem_fraction=fraction,
+                     dtype=str(engine.dtype).removeprefix("torch."),
                      weights="checkpoint" if spec.source else "random"),
                 engine.backend.name, peak_bytes=peak_bytes(engine),
                 concurrency=held, limited_by="memory" if engine.pool.num_pages < most else "max_seqs",
@@ -177,7 +194,9 @@ def _mixed(engine, count, input_len, output_len, progress):
         progress(done / count)
     finished = sum(engine.requests[n].finished == "length" for n in numbers)
     if finished != count or engine.pool.used:
-        raise RuntimeError(f"bench: {finished} of {count} requests finished and {engine.pool.used} pages are still held")
+        raise RuntimeError(
+            f"bench: {finished} of {count} requests finished and {engine.pool.used} pages are still held"
+        )
     return {"mixed_requests": finished, "mixed_seconds": round(time.perf_counter() - began, 2),
             "preemptions": engine.scheduler.preemptions, "out_of_memory": 0}  # fmt: skip
 
@@ -224,7 +243,11 @@ def transformers_peer(spec, *, input_len, output_len, concurrency, dtype=torch.b
     ids = torch.tensor(random_prompts(concurrency, input_len, spec.config.vocab), device=device)
 
     # Newer versions of transformers call it "cache", and warn at the old name.
-    kept = next(n for n in ("cache", "past_key_values") if n in inspect.signature(inspect.unwrap(type(model).forward)).parameters)
+    kept = next(
+        n
+        for n in ("cache", "past_key_values")
+        if n in inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    )
 
     @torch.inference_mode()
     def run(model, steps):
@@ -249,11 +272,13 @@ def transformers_peer(spec, *, input_len, output_len, concurrency, dtype=torch.b
     began, times = run(model, steps)
     gaps = [1e3 * (b - a) for a, b in zip(times, times[1:])]
     row = results.row(
-        case(spec, input_len=input_len, output_len=output_len, concurrency=concurrency, dtype=str(dtype).removeprefix("torch."), weights="random"),
+        case(spec, input_len=input_len, output_len=output_len, concurrency=concurrency, dtype=str(dtype).removeprefix("torch."), weights="random"),  # noqa: E501
         f"transformers_{'grouped_mm' if experts == 'grouped_mm' else 'eager'}",
         peak_bytes=torch.cuda.max_memory_allocated() if device == "cuda" else None,
-        ttft_ms=round(1e3 * (times[0] - began), 2), itl_ms=round(statistics.median(gaps), 3), itl_p99_ms=round(percentile(gaps, 0.99), 3),
-        tok_s=round(concurrency * steps / (times[-1] - began), 1), measured_steps=steps, version=transformers.__version__,
+        ttft_ms=round(1e3 * (times[0] - began), 2), itl_ms=round(statistics.median(gaps), 3),
+        itl_p99_ms=round(percentile(gaps, 0.99), 3),
+        tok_s=round(concurrency * steps / (times[-1] - began), 1), measured_steps=steps,
+        version=transformers.__version__,
     )  # fmt: skip
     del model
     gc.collect()
@@ -267,10 +292,14 @@ def huggingface_config(c):
     return dict(
         vocab_size=c.vocab, hidden_size=c.width, intermediate_size=c.dense_width, moe_intermediate_size=c.expert_width,
         num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, num_key_value_heads=c.num_heads,
-        n_shared_experts=c.num_shared, n_routed_experts=c.num_experts, num_experts_per_tok=c.top_k, kv_lora_rank=c.latent,
-        q_lora_rank=None, qk_rope_head_dim=c.rope_dim, qk_nope_head_dim=c.nope_dim, v_head_dim=c.v_dim, n_group=1, topk_group=1,
+        n_shared_experts=c.num_shared, n_routed_experts=c.num_experts, num_experts_per_tok=c.top_k,
+        kv_lora_rank=c.latent,
+        q_lora_rank=None, qk_rope_head_dim=c.rope_dim, qk_nope_head_dim=c.nope_dim, v_head_dim=c.v_dim, n_group=1,
+        topk_group=1,
         topk_method="greedy", norm_topk_prob=c.renormalize, first_k_dense_replace=c.num_dense, moe_layer_freq=1,
-        max_position_embeddings=c.context, rms_norm_eps=c.eps, routed_scaling_factor=c.routed_scale, rope_scaling=c.rope,
-        scoring_func="softmax", tie_word_embeddings=False, attention_bias=False, hidden_act="silu", model_type="deepseek_v2",
+        max_position_embeddings=c.context, rms_norm_eps=c.eps, routed_scaling_factor=c.routed_scale,
+        rope_scaling=c.rope,
+        scoring_func="softmax", tie_word_embeddings=False, attention_bias=False, hidden_act="silu",
+        model_type="deepseek_v2",
         **({} if c.rope_theta is None else {"rope_theta": c.rope_theta}),
     )  # fmt: skip

@@ -25,7 +25,9 @@ class Context:
         """Add, norm and route: normed (T, width), the sum (T, width), weights (T, top_k) float32, ids (T, top_k)."""
         c = moe.config
         x, residual = self.add_norm(x, residual, norm_weight, c.eps)
-        weights, ids, probs = choose_experts(F.linear(x.float(), moe.router.float()), c.top_k, c.renormalize, c.routed_scale, moe.bias)
+        weights, ids, probs = choose_experts(
+            F.linear(x.float(), moe.router.float()), c.top_k, c.renormalize, c.routed_scale, moe.bias
+        )
         self.routed(moe.layer, ids, probs)
         return x, residual, weights, ids
 
@@ -37,7 +39,8 @@ class Context:
         raise NotImplementedError
 
     def attend_latent(self, attention, x, rows=None):
-        """Causal multi-head latent attention of x (T, width): (T, H, v_dim); of ``rows`` only, (n, H, v_dim), where given."""
+        """Causal multi-head latent attention of x (T, width): (T, H, v_dim); of ``rows`` only, (n, H, v_dim), where
+        given."""
         raise NotImplementedError
 
 
@@ -51,7 +54,8 @@ class Batch:
     key_slots: (total_k,) int64, the slots of all keys of all sequences, for those who gather pages. None: nobody does.
     lengths: [(new tokens, all tokens)] of the sequences, None inside a captured graph.
     schedule: what the layers of a decode step share, made by the backend.
-    last: the same sequences with their last new token alone, for a layer whose other queries nobody asks for. None: no such layer.
+    last: the same sequences with their last new token alone, for a layer whose other queries nobody asks for. None: no
+    such layer.
     """
 
     decode: bool
@@ -163,7 +167,8 @@ class ServingContext(Context):
     def _append_latent(self, attention, q, latent, cache, q_nope=None, batch=None):
         """Norm and rotate the latent into its cache; (T, H, n + rope_dim), ``q_nope`` and the rotated rest of q.
 
-        q_nope: (T, H, n) to put in the place of q's own columns; None leaves those, and q may be rotated where it stands.
+        q_nope: (T, H, n) to put in the place of q's own columns; None leaves those, and q may be rotated where it
+            stands.
         batch: of these tokens, None is the step's.
         """
         c, given, batch = self.config, batch, batch or self.batch

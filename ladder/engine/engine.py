@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ladder.contract import FLOATS, check_flag, check_integer
+from ladder.contract import check_integer
 
 from . import backends
-from .checks import check_number
+from .config import EngineConfig
 from .kv_pool import PagePool
 from .layers import MOST_ROWS, HostCopy
 from .memory import gib, plan_memory
@@ -40,97 +40,97 @@ class Engine:
         backend: name of the attention backend, see ``ladder.engine.backends.NAMES``.
         device, dtype: None is the GPU in bfloat16 where there is one, else the CPU in float32.
         mem_fraction: share of the device's memory that weights, activations and the KV pool may take together.
-        kv_tokens: size of the KV pool in tokens; None is what the fraction leaves, at most what ``max_seqs`` sequences of
-            ``max_len`` tokens could ever fill.
-        max_len: longest sequence, prompt and answer, in tokens; None is the model's context, or the pool if that is less.
-        max_seqs: most requests that run at a time. chunk_tokens: most prompt tokens in a step. chunk_keys: most keys that
-            they look at together. decode_every: see ``Scheduler``. page_size: tokens of a page.
+        kv_tokens: size of the KV pool in tokens; None is what the fraction leaves, at most what ``max_seqs`` sequences
+            of ``max_len`` tokens could ever fill.
+        max_len: longest sequence, prompt and answer, in tokens; None is the model's context, or the pool if that is
+            less.
+        max_seqs: most requests that run at a time. chunk_tokens: most prompt tokens in a step. chunk_keys: most keys
+            that they look at together. decode_every: see ``Scheduler``. page_size: tokens of a page.
         cuda_graphs: capture decode (on a GPU, where the backend allows it).
         windows: ``RangeWindows`` for step08, None is exact attention.
         log: called with each line of the log. progress: see ``Spec.load``.
 
     Raises:
-        TypeError, ValueError: before anything is allocated: an argument that is none, an unknown backend, one that cannot run here, a
+        TypeError, ValueError: before anything is allocated: an argument that is none, an unknown backend, one that
+        cannot run here, a
             model that does not fit.
     """
 
-    def __init__(
-        self, spec, backend="step08", *, device=None, dtype=None, mem_fraction=0.9, kv_tokens=None, max_len=None,
-        max_seqs=64, chunk_tokens=8192, chunk_keys=65536, decode_every=4, page_size=64, cuda_graphs=True, windows=None,
-        log=None, progress=None,
-    ):  # fmt: skip
+    def __init__(self, spec, backend="step08", *, log=None, progress=None, **options):
+        # 1. What is asked for, checked; nothing is allocated yet.
         if not isinstance(spec, Spec):
             raise TypeError(f"engine: spec is {spec!r}; want a Spec, such as ladder.engine.models.find('tiny-moe')")
         for name, value in (("log", log), ("progress", progress)):
             if value is not None and not callable(value):
                 raise TypeError(f"engine: {name} is {value!r}; want a function, or None")
-        sizes = dict(max_seqs=max_seqs, chunk_tokens=chunk_tokens, chunk_keys=chunk_keys, decode_every=decode_every, page_size=page_size)
-        max_seqs, chunk_tokens, chunk_keys, decode_every, page_size = (
-            check_integer("engine", name, value, 1) for name, value in sizes.items()
-        )
-        kv_tokens, max_len = (
-            value if value is None else check_integer("engine", name, value, 1, optional=True)
-            for name, value in (("kv_tokens", kv_tokens), ("max_len", max_len))
-        )
-        mem_fraction = check_number("engine", "mem_fraction", mem_fraction, most=1.0, above=True)
-        check_flag("engine", "cuda_graphs", cuda_graphs)
         self.log = log or (lambda line: None)
         self.parallel = spec.parallel
         if self.parallel:
             self.parallel.check(spec.config)
-            device = self.parallel.device
-        device = check_device(device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        dtype = (torch.bfloat16 if device.type == "cuda" else torch.float32) if dtype is None else dtype
-        if dtype not in FLOATS:
-            raise ValueError(f"engine: dtype is {dtype!r}; want torch.float16, torch.bfloat16 or torch.float32, or None")
-        attention = backends.make(backend, device, windows)
-        attention.check(device, dtype)
-        if max_len is not None and max_len > spec.config.context:
-            raise ValueError(f"engine: max_len is {max_len}; want at most {spec.config.context}, the context of {spec.name}")
-        self.spec, self.backend, self.device, self.dtype = spec, attention, device, dtype
-        self.mem_fraction = mem_fraction
-
-        needs = plan_memory(
-            spec, attention, device, dtype, mem_fraction=mem_fraction, kv_tokens=kv_tokens, max_len=max_len, max_seqs=max_seqs,
-            chunk_tokens=chunk_tokens, chunk_keys=chunk_keys, page_size=page_size,
-        )  # fmt: skip
-        chunk_tokens, chunk_keys = needs.chunk_tokens, needs.chunk_keys
-        where = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-        source = f"weights of {spec.source.name}" if spec.source else "random weights"
-        self.log(f"model {spec.name}, {source}, {spec.parameters / 1e6:,.1f} M parameters, {str(dtype).removeprefix('torch.')} on {where}")
-        model = spec.load(dtype, device, progress)
+            options["device"] = self.parallel.device
+        config = self.config = EngineConfig(backend, **options)
+        self.spec, self.device, self.dtype = spec, config.device, config.dtype
+        self.backend = backends.make(backend, self.device, config.windows)
+        self.backend.check(self.device, self.dtype)
+        if config.max_len is not None and config.max_len > spec.config.context:
+            most = f"{spec.config.context}, the context of {spec.name}"
+            raise ValueError(f"engine: max_len is {config.max_len}; want at most {most}")
+        needs = plan_memory(spec, self.backend, config)
+        # 2. The model, and what is left for the pool.
+        self._say_model()
         self.runner = Runner(
-            model, attention, spec, device=device, dtype=dtype, page_size=page_size, max_len=needs.longest, max_seqs=max_seqs,
-            cuda_graphs=cuda_graphs,
+            spec.load(self.dtype, self.device, progress), self.backend, spec, device=self.device, dtype=self.dtype,
+            page_size=config.page_size, max_len=needs.longest, max_seqs=config.max_seqs, cuda_graphs=config.cuda_graphs,
         )  # fmt: skip
-        activations = self.runner.measure(chunk_tokens) + needs.unmeasured if device.type == "cuda" else needs.plan.activations
+        activations = needs.plan.activations
+        if self.device.type == "cuda":
+            activations = self.runner.measure(needs.chunk_tokens) + needs.unmeasured
         self.plan = replace(needs.plan, activations=activations)
-        room = self.parallel.least(self.plan.pages) if self.parallel else self.plan.pages  # all ranks' books are the same
+        # all ranks' books are the same
+        room = self.parallel.least(self.plan.pages) if self.parallel else self.plan.pages
         pages = needs.pool_pages(room, activations)
-        self.pool = PagePool(pages, page_size)
+        self.pool = PagePool(pages, config.page_size)
         self.max_len = min(needs.longest, self.pool.tokens)
         self.runner.allocate(pages)
+        # 3. The books: who waits, who runs, and what was not told yet.
         self.scheduler = Scheduler(
-            self.pool, max_seqs=max_seqs, chunk_tokens=chunk_tokens, chunk_keys=chunk_keys, decode_every=decode_every
-        )
+            self.pool, max_seqs=config.max_seqs, chunk_tokens=needs.chunk_tokens, chunk_keys=needs.chunk_keys,
+            decode_every=config.decode_every,
+        )  # fmt: skip
         self.requests, self._submitted = {}, 0
         self._events = deque()  # not told yet
-        self._inboxes = {}  # request -> the queue of its stream, which finds there what happens while others run the steps
-        # Whether a prefill may follow another before the first one's tokens are read; not where its experts wait for the host.
-        self.looks_ahead = device.type == "cuda" and not self.parallel and chunk_tokens * getattr(spec.config, "top_k", 1) <= MOST_ROWS
+        # request -> the queue of its stream, which finds there what happens while others run the steps
+        self._inboxes = {}
+        # Whether a prefill may follow another before the first one's tokens are read; not where experts wait for the
+        # host.
+        few_rows = needs.chunk_tokens * getattr(spec.config, "top_k", 1) <= MOST_ROWS
+        self.looks_ahead = self.device.type == "cuda" and not self.parallel and few_rows
         self._ahead = None  # what ``_launch`` returned of such a prefill
         self.steps = {"prefill": 0, "decode": 0}
+        self._say_memory()
+
+    def _say_model(self):
+        spec, on_gpu = self.spec, self.device.type == "cuda"
+        where = torch.cuda.get_device_name(self.device) if on_gpu else "the CPU"
+        source = f"weights of {spec.source.name}" if spec.source else "random weights"
+        size = f"{spec.parameters / 1e6:,.1f} M parameters"
+        self.log(f"model {spec.name}, {source}, {size}, {str(self.dtype).removeprefix('torch.')} on {where}")
+
+    def _say_memory(self):
+        windows = "" if self.config.windows is None else f", {self.config.windows}"
+        cache = self.runner.cache.nbytes
         if self.parallel:
             held = self.parallel.experts if self.parallel.placement is None else "placed"
             self.log(f"{self.parallel.size} ranks, tensor parallel, experts {held}; what follows is one rank's")
-        self.log(f"attention backend {attention.name}" + (f", {windows}" if windows is not None else "")
-                 + (", decode as CUDA graphs" if self.runner.captures else ""))  # fmt: skip
+        captures = ", decode as CUDA graphs" if self.runner.captures else ""
+        self.log(f"attention backend {self.backend.name}{windows}{captures}")
         self.log(
-            f"KV pool {self.pool.tokens:,} tokens in {pages - 1:,} pages of {page_size}, {self.runner.cache.nbytes:,} bytes "
-            f"({gib(self.runner.cache.nbytes)}, {spec.token_bytes(dtype):,} bytes a token); weights {gib(self.plan.weights)}, "
-            f"activations {gib(activations)}, {mem_fraction:g} of {gib(self.plan.total)}"
+            f"KV pool {self.pool.tokens:,} tokens in {self.pool.tokens // self.config.page_size:,} pages of "
+            f"{self.config.page_size}, {cache:,} bytes ({gib(cache)}, {self.spec.token_bytes(self.dtype):,} bytes a "
+            f"token); "
+            f"weights {gib(self.plan.weights)}, activations {gib(self.plan.activations)}, {self.config.mem_fraction:g} "
+            f"of "
+            f"{gib(self.plan.total)}"
         )
 
     def submit(self, prompt, params=SamplingParams()):
@@ -141,14 +141,16 @@ class Engine:
 
         Raises:
             TypeError: no prompt, or no ``SamplingParams``.
-            ValueError: an empty prompt, what is no id of the vocabulary, a request longer than a sequence or the pool may be.
+            ValueError: an empty prompt, what is no id of the vocabulary, a request longer than a sequence or the pool
+            may be.
         """
         prompt = check_prompt(prompt, self.spec.config.vocab)
         if not isinstance(params, SamplingParams):
             raise TypeError(f"engine: params is {params!r}; want SamplingParams")
         if len(prompt) + params.max_tokens > self.max_len:
             raise ValueError(
-                f"engine: {len(prompt)} prompt tokens and {params.max_tokens} to generate are {len(prompt) + params.max_tokens}; "
+                f"engine: {len(prompt)} prompt tokens and {params.max_tokens} to generate are "
+                f"{len(prompt) + params.max_tokens}; "
                 f"want at most {self.max_len}, the longest sequence (KV pool: {self.pool.tokens} tokens)"
             )
         request = Request(self._submitted, prompt, params, submitted=time.perf_counter())
@@ -169,7 +171,8 @@ class Engine:
             self._tell(Event(number, None, "cancelled"))
 
     def forget(self, number):
-        """Drop the record of a request that has ended, and return it: who serves for long calls this for every answer that was read.
+        """Drop the record of a request that has ended, and return it: who serves for long calls this for every answer
+        that was read.
 
         Raises:
             ValueError: there is no request of that number, or it has not ended.
@@ -189,11 +192,11 @@ class Engine:
         return self.scheduler.busy or bool(self._events)
 
     def step(self):
-        """Run one step; returns its ``Event``s, in batch order, but for those that a stream will yield. An empty list: only prompts
-        were computed.
+        """Run one step; returns its ``Event``s, in batch order, but for those that a stream will yield. An empty list:
+        only prompts were computed.
 
-        After an exception (no memory for a step, Ctrl-C) the engine goes on: tokens that were lost with it are computed again,
-        and events that it had already come with the next step.
+        After an exception (no memory for a step, Ctrl-C) the engine goes on: tokens that were lost with it are computed
+        again, and events that it had already come with the next step.
         """
         try:
             self._step()
@@ -232,7 +235,8 @@ class Engine:
             self._tell(Event(request.id, token, reason))
 
     def _launch(self, step):
-        """Send a step to the device: (requests with a new token, these tokens, whether it was a prefill); None without a step."""
+        """Send a step to the device: (requests with a new token, these tokens, whether it was a prefill); None without
+        a step."""
         if step is None:
             return None
         if step.decode:
@@ -257,10 +261,11 @@ class Engine:
         return requests, HostCopy(greedy) if copied else greedy, not step.decode
 
     def stream(self, prompts, params=SamplingParams()):
-        """Submit prompts (lists of token ids; ``params`` one for all or a list) and yield ``Event``s until all have ended.
+        """Submit prompts (lists of token ids; ``params`` one for all or a list) and yield ``Event``s until all have
+        ended.
 
-        Several streams may be read in turns: each runs steps for all, and yields its own requests' events and those of requests
-        that no stream submitted.
+        Several streams may be read in turns: each runs steps for all, and yields its own requests' events and those of
+        requests that no stream submitted.
 
         Raises:
             TypeError, ValueError: as ``submit``, and nothing stays queued.
@@ -268,7 +273,9 @@ class Engine:
         prompts = _listed(prompts)
         params = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(params) != len(prompts):
-            raise ValueError(f"engine: {len(params)} params for {len(prompts)} prompts; want one for all, or one for each")
+            raise ValueError(
+                f"engine: {len(params)} params for {len(prompts)} prompts; want one for all, or one for each"
+            )
         own, live, inbox = [], set(), deque()
         try:
             for prompt, p in zip(prompts, params):
@@ -279,7 +286,8 @@ class Engine:
                 if not inbox and not self._events:
                     self._events.extend(self.step())
                     continue
-                event = (inbox or self._events).popleft()  # taken one by one: whoever asks next goes on where this one left
+                # taken one by one: whoever asks next goes on where this one left
+                event = (inbox or self._events).popleft()
                 if event.finished:
                     live.discard(event.request)
                 yield event
@@ -300,18 +308,6 @@ class Engine:
         finally:  # after an error too, for who submitted them
             self._events.extendleft(reversed(others))
         return [self.requests[number].output for number in own]
-
-
-def check_device(device):
-    """``device`` as a ``torch.device`` of this machine, None as its GPU or else its CPU; ValueError when it is none."""
-    kinds = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
-    try:
-        found = torch.device(kinds[0] if device is None else device)
-    except (RuntimeError, TypeError):
-        found = None
-    if found is None or found.type not in kinds:
-        raise ValueError(f"engine: device is {device!r}; want {' or '.join(kinds)}, which this machine has, or None")
-    return found
 
 
 def _listed(prompts):

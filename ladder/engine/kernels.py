@@ -1,7 +1,7 @@
 """Device code around the experts' products: where rows go, the gate, and the weighted sum on the way back.
 
-The products themselves are the library's (or step 07's for a handful of rows); these are the passes in between, each one
-launch where plain operations take three to ten.
+The products themselves are the library's (or step 07's for a handful of rows); these are the passes in between, each
+one launch where plain operations take three to ten.
 """
 
 import triton
@@ -12,9 +12,11 @@ import triton.language as tl
 def _expert_of(
     ids, table, assignment, total, num_experts, everyone, TURNS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr
 ):  # fmt: skip
-    """The expert of an assignment, numbered token by token: the router's choices, then the shared ones; big behind the end.
+    """The expert of an assignment, numbered token by token: the router's choices, then the shared ones; big behind the
+    end.
 
-    table: (TURNS, everyone) int32, a router's expert as a number here, big where another rank has it; None: numbers are the same.
+    table: (TURNS, everyone) int32, a router's expert as a number here, big where another rank has it; None: numbers are
+    the same.
     """
     token, choice = assignment // (TOP_K + SHARED), assignment % (TOP_K + SHARED)
     routed = (assignment < total) & (choice < TOP_K)
@@ -28,9 +30,11 @@ def _expert_of(
 @triton.jit
 def engine_place(
     ids, table, order, source, places, offsets, total, num_experts, all_experts,
-    TURNS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, ALL: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
+    TURNS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, ALL: tl.constexpr, BLOCK: tl.constexpr,
+    EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """A stable counting sort of up to ALL assignments without a second launch: each program ranks BLOCK of them among all.
+    """A stable counting sort of up to ALL assignments without a second launch: each program ranks BLOCK of them among
+    all.
 
     Quadratic in the assignments, and for a decode batch still less than a launch.
     """
@@ -38,7 +42,9 @@ def engine_place(
     experts = _expert_of(ids, table, everyone, total, num_experts, all_experts, TURNS, TOP_K, SHARED)
     mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     own = _expert_of(ids, table, mine, total, num_experts, all_experts, TURNS, TOP_K, SHARED)
-    before = (experts[None, :] < own[:, None]) | ((experts[None, :] == own[:, None]) & (everyone[None, :] < mine[:, None]))
+    before = (experts[None, :] < own[:, None]) | (
+        (experts[None, :] == own[:, None]) & (everyone[None, :] < mine[:, None])
+    )
     row = tl.sum(before.to(tl.int32), axis=1)
     live = mine < total
     tl.store(places + mine, row, mask=live)
@@ -100,7 +106,9 @@ def _combined(
             value = tl.load(rows + row * width + column, mask=here, other=0.0).to(tl.float32)
         else:  # one of the two is read
             value = tl.load(rows + row * width + column, mask=here & (row < split), other=0.0).to(tl.float32)
-            value += tl.load(behind + (row - split) * width + column, mask=here & (row >= split), other=0.0).to(tl.float32)
+            value += tl.load(behind + (row - split) * width + column, mask=here & (row >= split), other=0.0).to(
+                tl.float32
+            )
         if k < TOP_K:
             value *= tl.load(weights + token * TOP_K + k)
         total += value
@@ -109,7 +117,8 @@ def _combined(
 
 @triton.jit
 def engine_combine(
-    rows, places, weights, base, offsets, out, width, last, TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr
+    rows, places, weights, base, offsets, out, width, last, TOP_K: tl.constexpr, SHARED: tl.constexpr,
+    BLOCK: tl.constexpr
 ):  # fmt: skip
     """out[t] = base[t] + sum of weights[t, k] * rows[places[t, k]], shared experts with weight 1; in float32, in order.
 
@@ -119,7 +128,9 @@ def engine_combine(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < width
-    total = _combined(rows, None, 0, places, weights, base, offsets, token, column, live, width, last, TOP_K, SHARED, BLOCK)
+    total = _combined(
+        rows, None, 0, places, weights, base, offsets, token, column, live, width, last, TOP_K, SHARED, BLOCK
+    )
     tl.store(out + token * width + column, total, mask=live)
 
 
@@ -128,13 +139,15 @@ def engine_combine_norm(
     rows, behind, split, places, weights, base, residual, norm, normed, residual_out, width, eps,
     TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``engine_combine``, the residual add and the next layer's RMSNorm, a row held in registers: grid (tokens,). Rounded where
-    the three launches round, so the same bits. behind, split: see ``_combined``.
+    """``engine_combine``, the residual add and the next layer's RMSNorm, a row held in registers: grid (tokens,).
+    Rounded where the three launches round, so the same bits. behind, split: see ``_combined``.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     live = column < width
-    total = _combined(rows, behind, split, places, weights, base, None, token, column, live, width, 0, TOP_K, SHARED, BLOCK)
+    total = _combined(
+        rows, behind, split, places, weights, base, None, token, column, live, width, 0, TOP_K, SHARED, BLOCK
+    )
     total = total.to(normed.dtype.element_ty).to(tl.float32)
     total += tl.load(residual + token * width + column, mask=live, other=0.0).to(tl.float32)
     total = total.to(normed.dtype.element_ty)
@@ -146,7 +159,9 @@ def engine_combine_norm(
 
 
 @triton.jit
-def engine_spread(source, out, tokens, stride_s, stride_t, stride_h, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def engine_spread(
+    source, out, tokens, stride_s, stride_t, stride_h, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
     """out[t, h] = source[t] for all heads, rows of WIDTH columns; grid (blocks of tokens,)."""
     token = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     column = tl.arange(0, WIDTH)
@@ -161,7 +176,8 @@ def engine_experts_up(
     x, weight, out, source, offsets, width, hidden,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = swiglu(x[source[row]] @ weight[expert].T) for an expert's rows: gather, product and gate in one launch.
+    """out[row] = swiglu(x[source[row]] @ weight[expert].T) for an expert's rows: gather, product and gate in one
+    launch.
 
     A program streams BLOCK_N gate and up columns of one expert; an expert that no token chose costs it two loads. Grid
     (experts * column tiles,). Made for the few rows of decode, where reading the weight is the whole cost.
@@ -201,7 +217,8 @@ def engine_experts_down(
     x, weight, out, offsets, hidden, width,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = x[row] @ weight[expert].T for an expert's rows, as ``engine_experts_up``; grid (experts * column tiles,)."""
+    """out[row] = x[row] @ weight[expert].T for an expert's rows, as ``engine_experts_up``; grid (experts * column
+    tiles,)."""
     column_tiles = tl.cdiv(width, BLOCK_N)
     expert = tl.program_id(0) // column_tiles
     column = tl.program_id(0) % column_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -220,7 +237,11 @@ def engine_experts_down(
                 w = tl.load(weight_rows + inside[:, None])
             else:
                 a = tl.load(a_rows + inside[None, :], mask=live[:, None] & (inside[None, :] < hidden), other=0.0)
-                w = tl.load(weight_rows + inside[:, None], mask=(inside[:, None] < hidden) & (column[None, :] < width), other=0.0)
+                w = tl.load(
+                    weight_rows + inside[:, None],
+                    mask=(inside[:, None] < hidden) & (column[None, :] < width),
+                    other=0.0,
+                )
             total = tl.dot(a, w, total, input_precision=PRECISION)
         spot = out + row.to(tl.int64)[:, None] * width + column[None, :]
         tl.store(spot, total.to(out.dtype.element_ty), mask=live[:, None] & (column[None, :] < width))

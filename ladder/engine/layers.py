@@ -18,7 +18,8 @@ def linear(x, weight):
 
 
 def rms_norm(x, weight, eps):
-    """x (T, width) over its root mean square, times ``weight``. Source: Zhang and Sennrich, "Root Mean Square Layer Norm"."""
+    """x (T, width) over its root mean square, times ``weight``. Source: Zhang and Sennrich, "Root Mean Square Layer
+    Norm"."""
     return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), eps)
 
 
@@ -49,7 +50,8 @@ def choose_experts(logits, top_k, renormalize, scale=1.0, bias=None):
     """Softmax over all experts, then the ``top_k`` largest.
 
     Args:
-        logits: (T, num_experts) float32. renormalize: make the chosen weights of a token sum to 1. scale: on the weights.
+        logits: (T, num_experts) float32. renormalize: make the chosen weights of a token sum to 1. scale: on the
+            weights.
         bias: (num_experts,), added to the probabilities for the choice but not to the weights, or None.
 
     Returns:
@@ -81,7 +83,8 @@ def sort_by_expert(ids, num_experts):
 
 
 class Dispatch(torch.autograd.Function):
-    """x (T, width) copied behind each of its experts. The gradient gathers too, where autograd's own would scatter-add."""
+    """x (T, width) copied behind each of its experts. The gradient gathers too, where autograd's own would
+    scatter-add."""
 
     @staticmethod
     def forward(ctx, x, order, places):
@@ -169,9 +172,10 @@ def run_experts(x, ids, weights, gate_up, down, num_shared=0, table=None, later=
 
     Args:
         x: (T, width). ids, weights: (T, top_k), the router's choice. gate_up: (experts, 2 * hidden, width).
-        down: (experts, width, hidden). num_shared: how many experts at the end of the stack every token uses, with weight 1.
-        table: (turns, experts of the router) int32: token t finds its expert e in the stack at table[t % turns, e], or ``AWAY``
-            where another rank adds that part. None: the stack holds all of them.
+        down: (experts, width, hidden). num_shared: how many experts at the end of the stack every token uses, with
+            weight 1.
+        table: (turns, experts of the router) int32: token t finds its expert e in the stack at table[t % turns, e], or
+            ``AWAY`` where another rank adds that part. None: the stack holds all of them.
         later: on a GPU, leave the sum to the add and norm that follow; see ``Parts``.
 
     Returns:
@@ -197,14 +201,16 @@ def run_experts(x, ids, weights, gate_up, down, num_shared=0, table=None, later=
 
 
 def here(ids, table):
-    """The router's choices (T, top_k) as numbers in this rank's stack, ``AWAY`` for those of other ranks; see ``run_experts``."""
+    """The router's choices (T, top_k) as numbers in this rank's stack, ``AWAY`` for those of other ranks; see
+    ``run_experts``."""
     turn = torch.arange(len(ids), device=ids.device) % len(table)
     return table[turn[:, None], ids.long()]
 
 
 # Serving on a GPU: the same, a launch for each pass.
 
-MOST_ROWS = 1 << 17  # rows that experts compute at once: of more, experts run in two halves, one after the other in the same memory
+# rows that experts compute at once: of more, experts run in two halves, one after the other in the same memory
+MOST_ROWS = 1 << 17
 FEW_ASSIGNMENTS = 1024  # sorted by one quadratic launch; more by step 07's counting sort
 _fastest = {}  # (shape of gate_up, tokens) -> "library" or "streamed", measured by ``tune_experts``
 
@@ -223,7 +229,9 @@ def fast_swiglu(gate_up):
     out = gate_up.new_empty(rows, hidden)
     if rows:
         block_r, block = swiglu_tile(rows, hidden)
-        engine_swiglu[(-(-rows // block_r) * -(-hidden // block),)](gate_up, out, rows, hidden, gate_up.stride(0), BLOCK_R=block_r, BLOCK=block)
+        engine_swiglu[(-(-rows // block_r) * -(-hidden // block),)](
+            gate_up, out, rows, hidden, gate_up.stride(0), BLOCK_R=block_r, BLOCK=block
+        )
     return out
 
 
@@ -243,15 +251,17 @@ def spread(source, out):
     elif tokens:
         from .kernels import engine_spread
 
-        engine_spread[(-(-tokens // 16),)](source, out, tokens, source.stride(0), *out.stride()[:2], HEADS=heads, WIDTH=width, BLOCK=16)
+        engine_spread[(-(-tokens // 16),)](
+            source, out, tokens, source.stride(0), *out.stride()[:2], HEADS=heads, WIDTH=width, BLOCK=16
+        )
 
 
 def place_rows(ids, num_experts, num_shared, table=None):
     """The stable sort of ``sort_by_expert`` with the shared experts' assignments behind each token's own.
 
     Args:
-        ids: (T, top_k) int32 or int64, the router's choice among num_experts; with a ``table``, see ``run_experts``, among its
-            columns. Those that are not here come last.
+        ids: (T, top_k) int32 or int64, the router's choice among num_experts; with a ``table``, see ``run_experts``,
+            among its columns. Those that are not here come last.
 
     Returns:
         order (rows,), source (rows,), the assignment and the token at each row; places (T, top_k + num_shared);
@@ -309,7 +319,8 @@ class Parts:
         block = 1 << (residual.shape[1] - 1).bit_length()
         if tokens:
             engine_combine_norm[(tokens,)](
-                self.rows, self.behind, len(self.rows), self.places, self.weights, self.base, residual, weight, normed, total, residual.shape[1], eps,
+                self.rows, self.behind, len(self.rows), self.places, self.weights, self.base, residual, weight, normed,
+                total, residual.shape[1], eps,
                 TOP_K=top_k, SHARED=self.places.shape[1] - top_k, BLOCK=block, num_warps=max(1, min(8, block // 512)),
             )  # fmt: skip
         self.rows = self.behind = self.base = None  # a layer's caller holds this object until the layer is done
@@ -319,8 +330,8 @@ class Parts:
 def fast_experts(x, ids, weights, gate_up, down, num_shared, product=None, table=None, later=False):
     """``run_experts`` on a GPU.
 
-    product: "library", the grouped product of torch; "streamed", two launches that read each chosen expert once, for few
-        rows; None is what ``tune_experts`` found, else the library's.
+    product: "library", the grouped product of torch; "streamed", two launches that read each chosen expert once, for
+        few rows; None is what ``tune_experts`` found, else the library's.
     """
     from .kernels import engine_combine
 
@@ -383,7 +394,8 @@ def middle(bounds):
 def library_experts(x, places, gate_up, down, ends, first=0, last=None, short=False):
     """Rows first .. last in expert order (last - first, width) by the library's grouped products.
 
-    places (T, each): the rows of each token. gate_up, down, ends: of the experts of these rows, ends counted from first.
+    places (T, each): the rows of each token. gate_up, down, ends: of the experts of these rows, ends counted from
+    first.
     """
     rows = dispatch(x, places, first, places.numel() if last is None else last)
     rows = grouped_product(rows, gate_up, ends, short)
@@ -401,13 +413,22 @@ def dispatch(x, places, first, last):
     block = min(2048, 1 << (width - 1).bit_length())
     if tokens:
         engine_dispatch[(tokens, -(-width // block))](
-            x, places, out, width, first, last, EACH=places.shape[1], BLOCK=block, num_warps=max(1, min(4, block // 512))
+            x,
+            places,
+            out,
+            width,
+            first,
+            last,
+            EACH=places.shape[1],
+            BLOCK=block,
+            num_warps=max(1, min(4, block // 512)),
         )
     return out
 
 
 def shared_experts(x, gate_up, down):
-    """The sum of a few experts that every token uses: x (T, width), gate_up (n, 2 * hidden, width), down (n, width, hidden)."""
+    """The sum of a few experts that every token uses: x (T, width), gate_up (n, 2 * hidden, width), down (n, width,
+    hidden)."""
     count, _, hidden = down.shape
     inner = linear(x, gate_up.flatten(0, 1)).view(len(x) * count, 2 * hidden)
     inner = fast_swiglu(inner).view(len(x), count, hidden)
@@ -426,7 +447,8 @@ def streamed_experts(x, source, offsets, gate_up, down):
     inner = x.new_empty(len(source), hidden)
     rows = x.new_empty(len(source), width)
     half = x.element_size() == 2
-    tile = dict(BLOCK_M=16, BLOCK_N=64 if half else 16, BLOCK_K=128 if half else 32, PRECISION="tf32" if half else "ieee",
+    tile = dict(BLOCK_M=16, BLOCK_N=64 if half else 16, BLOCK_K=128 if half else 32,
+                PRECISION="tf32" if half else "ieee",
                 num_warps=4, num_stages=3 if half else 2)  # fmt: skip
 
     def even(columns, summed):
@@ -445,7 +467,8 @@ def streamed_experts(x, source, offsets, gate_up, down):
 
 @torch.inference_mode()
 def tune_experts(gate_up, down, tokens, top_k, num_shared, repeats=5):
-    """Measure which grouped product is faster for so many tokens with random routing, once for a shape; returns its name."""
+    """Measure which grouped product is faster for so many tokens with random routing, once for a shape; returns its
+    name."""
     key = (gate_up.shape, tokens)
     if key not in _fastest and gate_up.element_size() == 2:
         experts, width = gate_up.shape[0] - num_shared, gate_up.shape[2]
@@ -456,7 +479,9 @@ def tune_experts(gate_up, down, tokens, top_k, num_shared, repeats=5):
         times = {}
         for product in ("library", "streamed"):
             try:
-                times[product] = _time_experts(lambda: fast_experts(x, ids, weights, gate_up, down, num_shared, product), repeats)
+                times[product] = _time_experts(
+                    lambda: fast_experts(x, ids, weights, gate_up, down, num_shared, product), repeats
+                )
             except RuntimeError as error:  # a library that cannot be captured
                 print(f"{product} experts cannot be captured: {str(error).splitlines()[0]}")
         _fastest[key] = min(times, key=times.get)

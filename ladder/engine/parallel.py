@@ -1,14 +1,15 @@
 """One model on several GPUs: what each rank holds, and how the parts are added up.
 
-Every rank runs the same scheduler on the same requests and holds a slice of every layer: its share of the attention heads
-with their part of the cache (MLA's latent belongs to all heads, so all ranks keep it), its share of each dense block's
-width, and its experts. A layer has two sums over ranks, one after attention and one after the experts. Embedding and output
-matrix are whole everywhere, so every rank has the logits; the tokens are rank 0's, so that rounding never parts the ranks.
+Every rank runs the same scheduler on the same requests and holds a slice of every layer: its share of the attention
+heads with their part of the cache (MLA's latent belongs to all heads, so all ranks keep it), its share of each dense
+block's width, and its experts. A layer has two sums over ranks, one after attention and one after the experts.
+Embedding and output matrix are whole everywhere, so every rank has the logits; the tokens are rank 0's, so that
+rounding never parts the ranks.
 
-Experts are split in one of two ways. "whole": a rank holds whole experts, by default in order, or those that a placement
-gives it (``dspark_mini.place``), and the ranks are as evenly loaded as routing lets them be: expert parallel. All ranks have
-all tokens after the sum, so nothing needs to be sent to an expert. "width": a rank holds a slice of every expert, evenly
-loaded by construction, in products that are narrower.
+Experts are split in one of two ways. "whole": a rank holds whole experts, by default in order, or those that a
+placement gives it (``dspark_mini.place``), and the ranks are as evenly loaded as routing lets them be: expert parallel.
+All ranks have all tokens after the sum, so nothing needs to be sent to an expert. "width": a rank holds a slice of
+every expert, evenly loaded by construction, in products that are narrower.
 
     torchrun --nproc-per-node 2 -m ladder.engine bench --model deepseek-v2-lite --backend step07,step08
 """
@@ -36,9 +37,10 @@ class Parallel:
 
     Args:
         rank, size: as in torch.distributed. device: of this rank. experts: "whole" or "width", see above.
-        placement: with "whole", which experts are where: anything with ``slot_expert`` (MoE layers, slots), ``slot_gpu``
-            (slots,) and ``load`` (MoE layers, experts), such as ``dspark_mini.Placement``. None: experts in order. An expert
-            on several ranks has its tokens dealt out, in turns, by the shares that ``dspark_mini.split_batch`` gives.
+        placement: with "whole", which experts are where: anything with ``slot_expert`` (MoE layers, slots),
+            ``slot_gpu`` (slots,) and ``load`` (MoE layers, experts), such as ``dspark_mini.Placement``. None: experts
+            in order. An expert on several ranks has its tokens dealt out, in turns, by the shares that
+            ``dspark_mini.split_batch`` gives.
     """
 
     def __init__(self, rank, size, device, *, experts="whole", placement=None):
@@ -57,18 +59,23 @@ class Parallel:
     def check(self, config):
         """Raise ValueError when the sizes of a model do not divide among the ranks."""
         whole = self.experts == "whole"
-        names = ["num_heads", "num_kv_heads", "dense_width", "shared_width"] + (["num_shared"] if whole else ["expert_width"])
+        names = ["num_heads", "num_kv_heads", "dense_width", "shared_width"] + (
+            ["num_shared"] if whole else ["expert_width"]
+        )
         for name in names:
             if getattr(config, name, 0) % self.size:
                 hint = "; with experts 'width' they are cut" if name == "num_shared" else ""
                 value = getattr(config, name)
-                raise ValueError(f"engine: {name} is {value}; want a multiple of {self.size}, the number of ranks{hint}")
+                raise ValueError(
+                    f"engine: {name} is {value}; want a multiple of {self.size}, the number of ranks{hint}"
+                )
         if whole and config.num_experts < self.size:
             raise ValueError(f"engine: {config.num_experts} experts; want at least one for each of {self.size} ranks")
         moe_layers = config.num_layers - getattr(config, "num_dense", 0)
         if self.placement is not None and self.placement.load.shape != (moe_layers, config.num_experts):
             raise ValueError(
-                f"engine: placement is for {self.placement.load.shape} (layers, experts); want {(moe_layers, config.num_experts)}"
+                f"engine: placement is for {self.placement.load.shape} (layers, experts); want "
+                f"{(moe_layers, config.num_experts)}"
             )
 
     def local(self, config):
@@ -219,16 +226,21 @@ def join(device=None, *, store=None, rank=None, size=None, timeout_s=60.0, **opt
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     kind = device or ("cuda" if gpus >= here else "cpu")
     if kind == "cuda" and gpus < here:
-        raise ValueError(f"engine: {here} ranks on a machine with {gpus} GPUs; want a GPU for each rank, or --device cpu")
+        raise ValueError(
+            f"engine: {here} ranks on a machine with {gpus} GPUs; want a GPU for each rank, or --device cpu"
+        )
     if here == size:  # gloo would ask the host's name for an address, which may lead nowhere
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # Multicast in the switch, and buffers that a captured graph registers with its peers: a decode's sums are too small for either.
+    # Multicast in the switch, and buffers that a captured graph registers with its peers: a decode's sums are too small
+    # for either.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     if kind == "cuda":
         torch.cuda.set_device(index)
     meeting = {} if store is None else dict(store=store, rank=rank, world_size=size)
-    dist.init_process_group("gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", timeout=timedelta(seconds=timeout_s), **meeting)
+    dist.init_process_group(
+        "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", timeout=timedelta(seconds=timeout_s), **meeting
+    )
     return Parallel(rank, size, torch.device(kind, index) if kind == "cuda" else kind, **options)
 
 

@@ -44,7 +44,8 @@ def policies(context):
 
 @torch.inference_mode()
 def bits_per_byte(model, windows_of_text, policy, second_half=True):
-    """Mean bits per byte over rows (n, S + 1) of tokens; over the second half of each, where a window can hide something."""
+    """Mean bits per byte over rows (n, S + 1) of tokens; over the second half of each, where a window can hide
+    something."""
     total, count = 0.0, 0
     for row in windows_of_text:
         hidden = model(row[:-1], WindowedContext(model, policy))
@@ -54,9 +55,12 @@ def bits_per_byte(model, windows_of_text, policy, second_half=True):
     return total / count / math.log(2)
 
 
-def table(*, weights=tiny_moe.WEIGHTS, context=None, sequences=16, device="cpu", dtype=None, root=None, names=None, progress=None):
-    """Results rows: ``bits_per_byte`` of every policy on the same held-out sequences, and ``visible_pairs``, the share of
-    the causal mask's pairs that it sees.
+def table(
+    *, weights=tiny_moe.WEIGHTS, context=None, sequences=16, device="cpu", dtype=None, root=None, names=None,
+    progress=None,
+):  # fmt: skip
+    """Results rows: ``bits_per_byte`` of every policy on the same held-out sequences, and ``visible_pairs``, the share
+    of the causal mask's pairs that it sees.
 
     Args:
         context: tokens of a sequence; None is the model's. sequences: how many, spread over the held-out text.
@@ -87,9 +91,14 @@ def table(*, weights=tiny_moe.WEIGHTS, context=None, sequences=16, device="cpu",
             bits = bits_per_byte(model, rows, policy)
         except KeyboardInterrupt:
             raise Interrupted(found) from None
-        visible = 1.0 if policy is None else float(policy.visible(context, context, True).sum()) / (context * (context + 1) / 2)
+        visible = (
+            1.0
+            if policy is None
+            else float(policy.visible(context, context, True).sum()) / (context * (context + 1) / 2)
+        )
         found.append(results.row(
-            {"mode": "engine", "model": "tiny-moe", "task": "quality", "policy": name, "context": context, "sequences": sequences,
+            {"mode": "engine", "model": "tiny-moe", "task": "quality", "policy": name, "context": context,
+             "sequences": sequences,
              "dtype": str(dtype).removeprefix("torch.")},
             "step08_dflash2", bits_per_byte=round(bits, 4), visible_pairs=round(visible, 4),
         ))  # fmt: skip

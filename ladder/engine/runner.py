@@ -15,7 +15,8 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)  # rows 
 
 
 def serving(method):
-    """Decorate what runs the model: no gradients, and the runner's own dtype, whatever ``torch.autocast`` says around it."""
+    """Decorate what runs the model: no gradients, and the runner's own dtype, whatever ``torch.autocast`` says around
+    it."""
 
     @functools.wraps(method)
     def call(self, *args):
@@ -58,7 +59,13 @@ class Runner:
         size, pages = self.page_size, [np.array(r.pages, dtype=np.int64) for r, _ in chunks]
         news, ends = [n for _, n in chunks], [r.computed + n for r, n in chunks]
         at = [np.arange(r.computed, r.computed + n) for r, n in chunks]
-        gathered = self.backend.gathers or not self.backend.captures or not decode or self.spec.latent and not self.backend.absorbs
+        gathered = (
+            self.backend.gathers
+            or not self.backend.captures
+            or not decode
+            or self.spec.latent
+            and not self.backend.absorbs
+        )
 
         def slots(positions, own):
             return own[positions // size] * size + positions % size
@@ -75,7 +82,8 @@ class Runner:
         cu_q, cu_k = self._put(starts)
         return Batch(
             decode, tokens, positions, slot_mapping, self._put(table), self._put(np.array(ends, dtype=np.int32)),
-            cu_q, cu_k, max(news), max(ends), self._put(np.concatenate(keys)) if gathered else None, list(zip(news, ends)),
+            cu_q, cu_k, max(news), max(ends), self._put(np.concatenate(keys)) if gathered else None,
+            list(zip(news, ends)),
         )  # fmt: skip
 
     def _put(self, array):
@@ -116,13 +124,15 @@ class Runner:
 
     @torch.inference_mode()
     def follow(self, tokens):
-        """``tokens`` (n,) are those of the newest decode, whatever was largest here: a replay that goes on starts from them."""
+        """``tokens`` (n,) are those of the newest decode, whatever was largest here: a replay that goes on starts from
+        them."""
         if self.replayed:
             self.replayed.state[0, : len(tokens)].copy_(tokens)
 
     @serving
     def measure(self, chunk_tokens):
-        """Bytes of activations that a full prefill step and the sampling of a full batch need on top of weights and cache."""
+        """Bytes of activations that a full prefill step and the sampling of a full batch need on top of weights and
+        cache."""
         if self.device.type != "cuda":
             return 0
         length = min(chunk_tokens, self.max_len)
@@ -162,7 +172,8 @@ class DecodeGraph:
     def __init__(self, runner, size):
         self.runner, self.size = runner, size
         device = runner.device
-        self.state = torch.zeros(3, size, dtype=torch.int64, device=device)  # tokens, positions, and 1 where there is a request
+        # tokens, positions, and 1 where there is a request
+        self.state = torch.zeros(3, size, dtype=torch.int64, device=device)
         self.table = torch.zeros(size, runner.table_width, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
         self.host_state = torch.zeros(3, size, dtype=torch.int64, pin_memory=pinned)
@@ -186,7 +197,8 @@ class DecodeGraph:
                 self.forward()
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        runner = self.runner  # its graphs share their memory, for only one runs at a time; a pool dies with its last graph
+        # its graphs share their memory, for only one runs at a time; a pool dies with its last graph
+        runner = self.runner
         runner.pool = runner.pool or torch.cuda.graph_pool_handle()
         # NCCL's watchdog asks for events in a thread of its own, which another mode would not forgive.
         with torch.cuda.graph(graph, pool=runner.pool, capture_error_mode="thread_local"):

@@ -1,4 +1,5 @@
-"""Greedy and temperature sampling; a request's random numbers depend on its seed and position, never on its batch-mates."""
+"""Greedy and temperature sampling; a request's random numbers depend on its seed and position, never on its
+batch-mates."""
 
 from dataclasses import dataclass
 
@@ -14,7 +15,8 @@ class SamplingParams:
     """How a request is answered.
 
     max_tokens: most tokens to generate. temperature: 0 is greedy. top_p: sample from the fewest tokens that hold this
-    much probability, 1 from all. seed: of this request. stop: token ids that end the answer (the last token says which).
+    much probability, 1 from all. seed: of this request. stop: token ids that end the answer (the last token says
+    which).
 
     Raises:
         TypeError, ValueError: naming the field, what came and what is wanted. None is no value of any of them.
@@ -61,7 +63,8 @@ def sample(logits, params, positions):
         top_p = torch.tensor([p.top_p for p in params], **column)[:, None]
         ordered, index = scaled.softmax(dim=-1).sort(dim=-1, descending=True)
         outside = ordered.cumsum(dim=-1) - ordered >= top_p  # the mass before a token already suffices
-        outside &= top_p < 1  # float32's sum may reach 1 early: whoever asked for all tokens has them all, whoever else asked
+        # float32's sum may reach 1 early: whoever asked for all tokens has them all, whoever else asked
+        outside &= top_p < 1
         outside[:, 0] = False  # also where top_p is 0 in float32
         scaled = scaled.masked_fill(torch.zeros_like(outside).scatter(1, index, outside), float("-inf"))
     keys = torch.tensor([_mix(p.seed * 0x9E3779B1 + at) for p, at in zip(params, positions)], device=logits.device)

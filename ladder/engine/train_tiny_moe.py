@@ -8,7 +8,8 @@ the second half of the time of 4,096; bfloat16 products on float32 master weight
     routing_trace.npz         the experts that held-out tokens chose, as ``dspark_mini.trace`` reads them
     tiny_moe_qkv.safetensors  attention inputs of three layers on held-out text, as ``ladder.lab.problem`` reads them
 
-Ctrl-C leaves results of what was learnt so far, marked as unfinished, and DIR/state.pt, from which ``--resume`` goes on.
+Ctrl-C leaves results of what was learnt so far, marked as unfinished, and DIR/state.pt, from which ``--resume`` goes
+on.
 """
 
 import argparse
@@ -53,7 +54,8 @@ class DenseContext(Context):
         return out.transpose(1, 2).flatten(0, 1)
 
     def routed(self, layer, ids, probs):
-        """Switch's balance loss: experts times sum over experts of (share of assignments * mean probability); 1 is even."""
+        """Switch's balance loss: experts times sum over experts of (share of assignments * mean probability); 1 is
+        even."""
         num_experts = probs.shape[1]
         share = (ids[..., None] == torch.arange(num_experts, device=ids.device)).sum(dim=(0, 1)) / ids.numel()
         self.balance.append(num_experts * (share * probs.mean(dim=0)).sum())
@@ -145,12 +147,15 @@ class Run:
                 if not math.isfinite(bits):
                     raise SystemExit(f"training: the loss is {bits} at step {self.step}; want a smaller --lr")
                 hottest = torch.stack(seen.counts).amax(dim=1).mean().item() * self.model.config.num_experts
-                self.curve.append({"step": self.step, "tokens": self.tokens, "seq_len": seq_len, "bits_per_byte": round(bits, 4),
+                self.curve.append({"step": self.step, "tokens": self.tokens, "seq_len": seq_len,
+                                   "bits_per_byte": round(bits, 4),
                                    "balance": round(balance.item(), 4), "hottest_expert": round(hottest, 3),
-                                   "grad_norm": round(norm.item(), 4), "lr": round(self.learning_rate(), 7)})  # fmt: skip
+                                   "grad_norm": round(norm.item(), 4),
+                                   "lr": round(self.learning_rate(), 7)})  # fmt: skip
                 if time.perf_counter() - shown > 5:
                     shown = time.perf_counter()
-                    print(f"{self.progress:4.0%}  step {self.step}  {bits:.3f} bits per byte  hottest expert {hottest:.2f} x mean  "
+                    print(f"{self.progress:4.0%}  step {self.step}  {bits:.3f} bits per byte  hottest expert "
+                        f"{hottest:.2f} x mean  "
                           f"{self.tokens / max(1e-9, self.seconds) / 1e6:.2f} M tokens/s", flush=True)  # fmt: skip
             elif self.device.type == "cuda" and self.step % 8 == 0:
                 torch.cuda.synchronize()  # keep the host's clock honest without a log line
@@ -168,9 +173,15 @@ class Run:
         context = self.model.config.context
         long = self.progress >= LONG_AT
         length = min(context if long else self.args.short, len(self.held_out) - 1)
-        bits = bits_per_byte(self.model, self.held_out, length, self.args.batch_tokens // length, self.dtype, self.args.evaluate_tokens)
-        self.evaluations.append({"step": self.step, "tokens": self.tokens, "seq_len": length, "held_out_bits_per_byte": round(bits, 4)})
-        print(f"{self.progress:4.0%}  step {self.step}  held out: {bits:.4f} bits per byte at {length} tokens", flush=True)
+        bits = bits_per_byte(
+            self.model, self.held_out, length, self.args.batch_tokens // length, self.dtype, self.args.evaluate_tokens
+        )
+        self.evaluations.append(
+            {"step": self.step, "tokens": self.tokens, "seq_len": length, "held_out_bits_per_byte": round(bits, 4)}
+        )
+        print(
+            f"{self.progress:4.0%}  step {self.step}  held out: {bits:.4f} bits per byte at {length} tokens", flush=True
+        )
         if long and not any(e["seq_len"] == length for e in self.evaluations[:-1]):
             self.best = (math.inf, None)  # shorter sequences are another measure
         if bits < self.best[0]:
@@ -183,20 +194,21 @@ class Run:
         if not finished or self.args.keep_state:
             torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
                         "generator": self.generator.get_state().cpu(), "best": self.best,
-                        **{k: getattr(self, k) for k in ("step", "tokens", "seconds", "curve", "evaluations")}}, out / "state.pt")  # fmt: skip
+                        **{k: getattr(self, k) for k in ("step", "tokens", "seconds", "curve", "evaluations")}},
+                        out / "state.pt")  # fmt: skip
         self.model.load_state_dict(self.best[1])
         save(self.model, out / "tiny_moe.safetensors", held_out_bits_per_byte=f"{self.best[0]:.4f}")
         stored = {k: v.half().to(v) for k, v in self.best[1].items()}
         self.model.load_state_dict(stored)  # what readers will load
         longest = min(self.model.config.context, len(self.held_out) - 1)
         lengths = sorted({n for n in (512, 1024, 2048) if n < longest} | {longest})
-        table = {str(n): round(bits_per_byte(self.model, self.held_out, n, self.args.batch_tokens // n, self.dtype, self.args.evaluate_tokens), 4)
+        table = {str(n): round(bits_per_byte(self.model, self.held_out, n, self.args.batch_tokens // n, self.dtype, self.args.evaluate_tokens), 4)  # noqa: E501
                  for n in lengths}  # fmt: skip
         record = {
             "finished": finished,
             "command": "python -m ladder.engine.train_tiny_moe",
-            "settings": {k: v for k, v in vars(self.args).items() if k not in ("out", "resume", "keep_state", "install")},
-            "optimizer": {"name": "AdamW", "betas": BETAS, "weight_decay": WEIGHT_DECAY, "clip": CLIP, "schedule": "cosine over the run"},
+            "settings": {k: v for k, v in vars(self.args).items() if k not in ("out", "resume", "keep_state", "install")},  # noqa: E501
+            "optimizer": {"name": "AdamW", "betas": BETAS, "weight_decay": WEIGHT_DECAY, "clip": CLIP, "schedule": "cosine over the run"},  # noqa: E501
             "machine": {"gpu": torch.cuda.get_device_name() if self.device.type == "cuda" else None,
                         "torch": torch.__version__, "python": platform.python_version()},
             "parameters": sum(p.numel() for p in self.model.parameters()),
@@ -208,7 +220,8 @@ class Run:
         }  # fmt: skip
         (out / "tiny_moe_training.json").write_text(json.dumps(record, indent=1) + "\n")
         self.write_inputs(out)
-        print(f"{'finished' if finished else 'stopped early'}: {self.tokens:,} tokens in {self.seconds:.0f} s, held out {table} bits per byte; "
+        print(f"{'finished' if finished else 'stopped early'}: {self.tokens:,} tokens in {self.seconds:.0f} s, held "
+            f"out {table} bits per byte; "
               f"wrote {', '.join(sorted(p.name for p in out.iterdir()))} to {out}", flush=True)  # fmt: skip
 
     @torch.no_grad()
@@ -228,7 +241,11 @@ class Run:
         )
         layers = [n for n in TRACE_LAYERS if n < self.model.config.num_layers]
         save_file(
-            {f"layer{n}.{name}": x[0].to("cpu", torch.float16).contiguous() for n in layers for name, x in zip("qkv", seen.inputs[n])},
+            {
+                f"layer{n}.{name}": x[0].to("cpu", torch.float16).contiguous()
+                for n in layers
+                for name, x in zip("qkv", seen.inputs[n])
+            },
             str(out / "tiny_moe_qkv.safetensors"),
         )
 
@@ -269,9 +286,15 @@ def install(out):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m ladder.engine.train_tiny_moe", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--minutes", type=float, default=3.0, help="length of the run; the schedule follows it (default 3)")
-    parser.add_argument("--steps", type=int, default=0, help="stop after so many steps even if time is left; 0: by the clock alone")
+    parser = argparse.ArgumentParser(
+        prog="python -m ladder.engine.train_tiny_moe", description=__doc__.split("\n\n")[0]
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=3.0, help="length of the run; the schedule follows it (default 3)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=0, help="stop after so many steps even if time is left; 0: by the clock alone"
+    )
     parser.add_argument("--out", required=True, help="folder for the results")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--corpus", help="folder of Python sources instead of the standard library")
@@ -280,12 +303,20 @@ def main(argv=None):
     parser.add_argument("--short", type=int, default=1024, help="sequence length of the first part of the run")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--warmup", type=int, default=100, help="steps")
-    parser.add_argument("--balance", type=float, default=5e-3, help="weight of the balance loss: small, so that real skew stays")
+    parser.add_argument(
+        "--balance", type=float, default=5e-3, help="weight of the balance loss: small, so that real skew stays"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log-every", type=int, default=20, help="steps between points of the loss curve")
-    parser.add_argument("--evaluate-tokens", type=int, default=1 << 20, help="held-out tokens of an evaluation, at most")
+    parser.add_argument(
+        "--evaluate-tokens", type=int, default=1 << 20, help="held-out tokens of an evaluation, at most"
+    )
     parser.add_argument("--keep-state", action="store_true", help="keep DIR/state.pt after a finished run too")
-    parser.add_argument("--install", action="store_true", help="train nothing: copy the results in DIR to their places in the repository")
+    parser.add_argument(
+        "--install",
+        action="store_true",
+        help="train nothing: copy the results in DIR to their places in the repository",
+    )
     parser.add_argument("--resume", action="store_true", help="go on from DIR/state.pt")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():

@@ -3,16 +3,18 @@
     from ladder.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 Signatures, layouts (batch, seqlen, heads, head size), masks and return values are those of FlashAttention-3
-(``hopper/flash_attn_interface.py``): causal and windows are aligned to the bottom right, ``window_size=(left, right)`` is
-inclusive, -1 is infinite, a row that sees no key is 0 with log-sum-exp -inf. Three differences:
+(``hopper/flash_attn_interface.py``): causal and windows are aligned to the bottom right, ``window_size=(left, right)``
+is inclusive, -1 is infinite, a row that sees no key is 0 with log-sum-exp -inf. Three differences:
 
 - Forward only. A result may be part of a graph, as in FlashAttention; its backward raises ``NotImplementedError``.
   ``flash_attn_with_kvcache`` records no graph, there as here.
 - ``qv``, ``attention_chunk``, float8 and its descales raise ``NotImplementedError`` that names the argument.
-- ``learnable_sink`` (FlashAttention-4's name; ``s_aux`` in vLLM's fork): one logit per query head, in the denominator only.
+- ``learnable_sink`` (FlashAttention-4's name; ``s_aux`` in vLLM's fork): one logit per query head, in the denominator
+only.
 
-Hints that may change speed but no value are accepted: ``pack_gqa`` (groups are always packed in decode), ``deterministic``
-(always), ``sm_margin``, and ``num_splits`` outside decode. CPU tensors work too, through step 08's own rules.
+Hints that may change speed but no value are accepted: ``pack_gqa`` (groups are always packed in decode),
+``deterministic`` (always), ``sm_margin``, and ``num_splits`` outside decode. CPU tensors work too, through step 08's
+own rules.
 """
 
 import torch
@@ -32,7 +34,8 @@ from ladder.step08_dflash2.dispatch import RUNG
 from ladder.step08_dflash2.schedule import get_decode_schedule
 
 __all__ = [
-    "flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata",
+    "flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
 ]  # fmt: skip
 
 MAX_HEAD_DIM = 256  # of step 08; wider values are computed in column blocks of so many
@@ -49,7 +52,8 @@ def flash_attn_func(
     """Attention of a batch of sequences of one length.
 
     Args:
-        q: (B, Sq, Hq, D). k: (B, Sk, Hkv, D). v: (B, Sk, Hkv, Dv). float16 or bfloat16 (float32 through portable kernels).
+        q: (B, Sq, Hq, D). k: (B, Sk, Hkv, D). v: (B, Sk, Hkv, Dv). float16 or bfloat16 (float32 through portable
+            kernels).
         softmax_scale: factor on the scores; None is 1/sqrt(D).
         causal: query i sees keys j <= i + Sk - Sq.
         window_size: (left, right): query i sees keys i + Sk - Sq - left .. i + Sk - Sq + right; -1 is infinite.
@@ -76,7 +80,8 @@ def flash_attn_func(
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = _by_columns(
             lambda v, out: dense(
-                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=causal, scale=softmax_scale, windows=windows,
+                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=causal, scale=softmax_scale,
+                windows=windows,
                 softcap=softcap, sinks=sinks, return_lse=True, out=out.transpose(1, 2), right=right,
             )[1],
             v, out,
@@ -101,7 +106,8 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, where each sequence's slot starts.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths.
         seqused_q, seqused_k: (B,) int32 or None: how many tokens of each slot count. The rest is neither read nor
-            attended to; its output rows are 0 (FlashAttention leaves them undefined). Costs one copy of q, or of k and v.
+            attended to; its output rows are 0 (FlashAttention leaves them undefined). Costs one copy of q, or of k and
+            v.
         The others as in ``flash_attn_func``.
 
     Returns:
@@ -146,7 +152,8 @@ def flash_attn_varlen_func(
             v, out,
         )  # fmt: skip
         if rows is not None:
-            lse = lse.masked_fill(torch.arange(len(rows), device=q.device) >= cu_q[-1], float("-inf"))  # no sequence's rows
+            # no sequence's rows
+            lse = lse.masked_fill(torch.arange(len(rows), device=q.device) >= cu_q[-1], float("-inf"))
             out = out.new_zeros(total_q, *out.shape[1:]).index_copy(0, rows, out)
             lse = lse.new_full((lse.shape[0], total_q), float("-inf")).index_copy(1, rows, lse)
         return out, lse
@@ -167,21 +174,25 @@ def flash_attn_with_kvcache(
     """Attention over a cache of keys and values, to which this call may append.
 
     Args:
-        q: (B, Sq, Hq, D), or (total_q, Hq, D) with cu_seqlens_q (B + 1,) int32, which ends at total_q, and max_seqlen_q.
-        k_cache, v_cache: (B_cache, capacity, Hkv, D) and (..., Dv); with page_table (num_pages, page_size, Hkv, D), any
+        q: (B, Sq, Hq, D), or (total_q, Hq, D) with cu_seqlens_q (B + 1,) int32, which ends at total_q, and
+        max_seqlen_q. k_cache, v_cache: (B_cache, capacity, Hkv, D) and (..., Dv); with page_table (num_pages,
+        page_size, Hkv, D), any
             page size.
-        k, v: (B, S_new, Hkv, D) and (..., Dv), or packed (total_new, Hkv, D) with cu_seqlens_k_new, which ends at total_new:
-            written into the cache behind cache_seqlens, in place. A sequence whose cache row or page table has no room for
-            all of them is a ValueError on a CPU; on a GPU nothing is written for it and its output is NaN.
+        k, v: (B, S_new, Hkv, D) and (..., Dv), or packed (total_new, Hkv, D) with cu_seqlens_k_new, which ends at
+        total_new:
+            written into the cache behind cache_seqlens, in place. A sequence whose cache row or page table has no room
+            for all of them is a ValueError on a CPU; on a GPU nothing is written for it and its output is NaN.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), rotate k and q in float32. k[i] is at position
             rotary_seqlens + i, so is q[i] when causal or with a window; else all of q is at rotary_seqlens.
         rotary_seqlens: (B,) int32; None is cache_seqlens.
         cache_seqlens: int or (B,) int32, tokens in the cache before this call's k. None: the cache is full.
         cache_batch_idx: (B,) int32, which row of the cache (or of page_table) is each sequence's.
-        cache_leftpad: (B,) int32, where each sequence starts in its cache row. Costs a block table with an entry per token.
+        cache_leftpad: (B,) int32, where each sequence starts in its cache row. Costs a block table with an entry per
+            token.
         page_table: (B, pages) int32.
-        scheduler_metadata: what ``get_scheduler_metadata`` returned for such calls. num_splits: parts of the keys in decode (up to 16
-            new tokens); 0 lets step 08 choose. A fixed number makes a sequence's bits independent of its batch.
+        scheduler_metadata: what ``get_scheduler_metadata`` returned for such calls. num_splits: parts of the keys in
+            decode (up to 16 new tokens); 0 lets step 08 choose. A fixed number makes a sequence's bits independent of
+            its batch.
         The others as in ``flash_attn_func``.
 
     Returns:
@@ -191,6 +202,7 @@ def flash_attn_with_kvcache(
         As ``flash_attn_func``. On a CPU values are looked at too, before anything is written into the cache.
     """
     name = "flash_attn_with_kvcache"
+    # 1. What does not depend on the batch.
     _refuse(name, qv, q_descale, k_descale, v_descale, attention_chunk, q)
     sinks = _sinks(name, learnable_sink, s_aux)
     check_flag(name, "return_softmax_lse", return_softmax_lse)
@@ -198,93 +210,129 @@ def flash_attn_with_kvcache(
     num_splits = 0 if num_splits is None else check_integer(name, "num_splits", num_splits, 0)
     if scheduler_metadata is not None:
         _tensor(name, "scheduler_metadata", scheduler_metadata, "slots", 4, dtypes=INTEGERS[:1])
-    if (k is None) != (v is None):
-        raise ValueError(f"{name}: {'k' if k is None else 'v'} is None; want k and v, or neither")
-    if (rotary_cos is None) != (rotary_sin is None):
-        raise ValueError(f"{name}: {'rotary_cos' if rotary_cos is None else 'rotary_sin'} is None; want both tables, or neither")
-    if rotary_cos is not None and k is None:
-        raise ValueError(f"{name}: rotary_cos is given without k and v; want new keys to rotate")
-    if cu_seqlens_q is None and q.ndim != 4 or cu_seqlens_q is not None and (q.ndim != 3 or max_seqlen_q is None):
-        raise ValueError(
-            f"{name}: q is {tuple(q.shape)}, max_seqlen_q {max_seqlen_q}; want (B, Sq, Hq, D), or (total_q, Hq, D) with "
-            "cu_seqlens_q and max_seqlen_q"
-        )
-    _tensor(name, "k_cache", k_cache, "num_pages" if page_table is not None else "B_cache", "page_size", "Hkv", q.shape[-1], like=q)
+    _check_pairs(name, k, v, rotary_cos, rotary_sin)
+    max_seqlen_q = _check_queries(name, q, cu_seqlens_q, max_seqlen_q)
+    pages = "num_pages" if page_table is not None else "B_cache"
+    _tensor(name, "k_cache", k_cache, pages, "page_size", "Hkv", q.shape[-1], like=q)
     _tensor(name, "v_cache", v_cache, *k_cache.shape[:3], "Dv", like=q)
-    if cu_seqlens_q is not None:
-        _starts(name, "cu_seqlens_q", cu_seqlens_q, "B + 1", q, q.shape[0])
-        max_seqlen_q = check_integer(name, "max_seqlen_q", max_seqlen_q, 0)
-        _bounded(name, "max_seqlen_q", max_seqlen_q, cu_seqlens_q)
     with torch.no_grad():  # FlashAttention has no gradient here either
+        # 2. What does.
         ragged = cu_seqlens_q is not None
         batch = cu_seqlens_q.numel() - 1 if ragged else q.shape[0]
         seqlen_q = max_seqlen_q if ragged else q.shape[1]
         if k is not None:
-            new = (batch, "S_new") if cu_seqlens_k_new is None else ("total_new",)
-            _tensor(name, "k", k, *new, *k_cache.shape[2:], like=q)
-            _tensor(name, "v", v, *k.shape[:-1], v_cache.shape[3], like=q)
-            if cu_seqlens_k_new is not None:
-                _starts(name, "cu_seqlens_k_new", cu_seqlens_k_new, batch + 1, q, k.shape[0])
+            _check_new_keys(name, k, v, k_cache, v_cache, cu_seqlens_k_new, batch, q)
         if rotary_cos is not None:
             _check_rotary(name, rotary_cos, rotary_sin, q)
         table = _pages_of_sequences(name, k_cache, page_table, cache_batch_idx, batch)
         capacity = table.shape[1] * k_cache.shape[1]
-        lengths = _lengths(name, "cache_seqlens", capacity if cache_seqlens is None else cache_seqlens, batch, q.device)
-        if cache_batch_idx is not None and not _readable(table):  # a row that is not there: NaN, as for any length without pages
+        cache_seqlens = capacity if cache_seqlens is None else cache_seqlens
+        lengths = _lengths(name, "cache_seqlens", cache_seqlens, batch, q.device)
+        if cache_batch_idx is not None and not _readable(table):
+            # A row that is not there makes NaN, as any length without pages does.
             rows = len(k_cache if page_table is None else page_table)
             lengths = lengths.masked_fill((cache_batch_idx < 0) | (cache_batch_idx >= rows), -1)
         causal, windows, right = _mask(name, causal, window_size, seqlen_q, capacity)
-        local = causal or max(_sides(name, window_size)) >= 0
         if cache_leftpad is not None:
             cache_leftpad = _lengths(name, "cache_leftpad", cache_leftpad, batch, q.device)
+        # 3. New keys are rotated, and appended when everything else has been checked.
+        old = lengths
         if k is not None:
             _check_room(name, k_cache, k, table, lengths, cu_seqlens_k_new)
             if rotary_cos is not None:
-                first = lengths if rotary_seqlens is None else _lengths(name, "rotary_seqlens", rotary_seqlens, batch, q.device)
+                first = lengths
+                if rotary_seqlens is not None:
+                    first = _lengths(name, "rotary_seqlens", rotary_seqlens, batch, q.device)
                 rotary = (rotary_cos, rotary_sin, rotary_interleaved)
+                local = causal or max(_sides(name, window_size)) >= 0
                 seq, token = _places(q, cu_seqlens_q)
                 q = _rotate(name, q, first[seq] + token * local, *rotary)
                 seq, token = _places(k, cu_seqlens_k_new)
                 k = _rotate(name, k, first[seq] + token, *rotary)
-            old, lengths = lengths, (lengths + (k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())).to(torch.int32)
-        if cache_leftpad is not None and _readable(lengths) and bool(((cache_leftpad < 0) | (cache_leftpad > lengths)).any()):
-            raise ValueError(f"{name}: cache_leftpad is {cache_leftpad.tolist()}; want 0 .. {lengths.tolist()}, the lengths")
+            new = k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()
+            lengths = (lengths + new).to(torch.int32)
+        if cache_leftpad is not None and _readable(lengths):
+            if bool(((cache_leftpad < 0) | (cache_leftpad > lengths)).any()):
+                pads, most = cache_leftpad.tolist(), lengths.tolist()
+                raise ValueError(f"{name}: cache_leftpad is {pads}; want 0 .. {most}, the lengths")
         if k is not None:
             if _readable(lengths):
                 cache = (k_cache, v_cache, table, lengths)
-                _check_before_append(q, *(cache if cache_leftpad is None else _skip_leftpad(*cache, cache_leftpad)), softmax_scale)
+                cache = cache if cache_leftpad is None else _skip_leftpad(*cache, cache_leftpad)
+                _check_before_append(q, *cache, softmax_scale)
                 check_options((q, k_cache, v_cache), q.shape[-2], causal, windows, softcap, sinks, True, right)
             lost = _append(k_cache, v_cache, k, v, table, old, cu_seqlens_k_new)
             lengths = lengths.masked_fill(lost, -1)  # of which attention makes NaN
         if cache_leftpad is not None:
             k_cache, v_cache, table, lengths = _skip_leftpad(k_cache, v_cache, table, lengths, cache_leftpad)
-
-        common = dict(causal=causal, scale=softmax_scale, windows=windows, softcap=softcap, sinks=sinks, return_lse=True)
-        out = q.new_empty(*q.shape[:-1], v_cache.shape[-1])
-        one_each = ragged and max_seqlen_q == 1 and q.shape[0] == batch  # no sequence has two, so each has its one
-        if right is None and (one_each or not ragged and seqlen_q <= MAX_DECODE_TOKENS):
-            if scheduler_metadata is not None and not num_splits and scheduler_metadata.numel():
-                common["schedule"] = scheduler_metadata
-            lse = _by_columns(
-                lambda v, out: dflash2_decode(
-                    q, k_cache, v, table, lengths, out=out, num_kv_splits=num_splits or None, **common
-                )[1],
-                v_cache, out,
-            )  # fmt: skip
-            lse = lse.reshape(batch, -1).transpose(0, 1) if ragged else lse
-        else:
-            packed, cu_q = q, cu_seqlens_q.contiguous() if ragged else None
-            if not ragged:
-                packed = q.reshape(-1, *q.shape[2:])
-                cu_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
-            lse = _by_columns(
-                lambda v, out: paged_prefill(
-                    packed, k_cache, v, table, lengths, cu_q, seqlen_q, out=out, right=right, **common
-                )[1],
-                v_cache, out if ragged else out.flatten(0, 1),
-            )  # fmt: skip
-            lse = lse if ragged else lse.view(-1, batch, seqlen_q).transpose(0, 1)
+        # 4. Attention.
+        options = dict(
+            causal=causal, scale=softmax_scale, windows=windows, softcap=softcap, sinks=sinks, return_lse=True
+        )
+        cache = (k_cache, v_cache, table, lengths)
+        out, lse = _attend(q, cache, cu_seqlens_q, batch, seqlen_q, right, num_splits, scheduler_metadata, options)
     return (out, lse) if return_softmax_lse else out
+
+
+def _check_pairs(name, k, v, rotary_cos, rotary_sin):
+    if (k is None) != (v is None):
+        raise ValueError(f"{name}: {'k' if k is None else 'v'} is None; want k and v, or neither")
+    if (rotary_cos is None) != (rotary_sin is None):
+        missing = "rotary_cos" if rotary_cos is None else "rotary_sin"
+        raise ValueError(f"{name}: {missing} is None; want both tables, or neither")
+    if rotary_cos is not None and k is None:
+        raise ValueError(f"{name}: rotary_cos is given without k and v; want new keys to rotate")
+
+
+def _check_queries(name, q, cu_seqlens_q, max_seqlen_q):
+    """Return ``max_seqlen_q`` as an int, or None where q is (B, Sq, Hq, D)."""
+    if cu_seqlens_q is None and q.ndim != 4 or cu_seqlens_q is not None and (q.ndim != 3 or max_seqlen_q is None):
+        raise ValueError(
+            f"{name}: q is {tuple(q.shape)}, max_seqlen_q {max_seqlen_q}; want (B, Sq, Hq, D), or (total_q, Hq, D) "
+            f"with "
+            "cu_seqlens_q and max_seqlen_q"
+        )
+    if cu_seqlens_q is not None:
+        _starts(name, "cu_seqlens_q", cu_seqlens_q, "B + 1", q, q.shape[0])
+        max_seqlen_q = check_integer(name, "max_seqlen_q", max_seqlen_q, 0)
+        _bounded(name, "max_seqlen_q", max_seqlen_q, cu_seqlens_q)
+    return max_seqlen_q
+
+
+def _check_new_keys(name, k, v, k_cache, v_cache, cu_seqlens_k_new, batch, q):
+    new = (batch, "S_new") if cu_seqlens_k_new is None else ("total_new",)
+    _tensor(name, "k", k, *new, *k_cache.shape[2:], like=q)
+    _tensor(name, "v", v, *k.shape[:-1], v_cache.shape[3], like=q)
+    if cu_seqlens_k_new is not None:
+        _starts(name, "cu_seqlens_k_new", cu_seqlens_k_new, batch + 1, q, k.shape[0])
+
+
+def _attend(q, cache, cu_seqlens_q, batch, seqlen_q, right, num_splits, scheduler_metadata, options):
+    """(out like q, log-sum-exp (B, Hq, Sq) or (Hq, total_q)): by decode's kernel for few new tokens, else by
+    prefill's."""
+    k_cache, v_cache, table, lengths = cache
+    ragged = cu_seqlens_q is not None
+    out = q.new_empty(*q.shape[:-1], v_cache.shape[-1])
+    one_each = ragged and seqlen_q == 1 and q.shape[0] == batch  # no sequence has two, so each has its one
+    if right is None and (one_each or not ragged and seqlen_q <= MAX_DECODE_TOKENS):
+        if scheduler_metadata is not None and not num_splits and scheduler_metadata.numel():
+            options["schedule"] = scheduler_metadata
+        options["num_kv_splits"] = num_splits or None
+        lse = _by_columns(
+            lambda v, out: dflash2_decode(q, k_cache, v, table, lengths, out=out, **options)[1], v_cache, out
+        )
+        return out, lse.reshape(batch, -1).transpose(0, 1) if ragged else lse
+    packed, cu_q, packed_out = q, cu_seqlens_q.contiguous() if ragged else None, out
+    if not ragged:
+        packed, packed_out = q.reshape(-1, *q.shape[2:]), out.flatten(0, 1)
+        cu_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
+    lse = _by_columns(
+        lambda v, out: paged_prefill(
+            packed, k_cache, v, table, lengths, cu_q, seqlen_q, out=out, right=right, **options
+        )[1],
+        v_cache, packed_out,
+    )  # fmt: skip
+    return out, lse if ragged else lse.view(-1, batch, seqlen_q).transpose(0, 1)
 
 
 @graph_entry
@@ -292,8 +340,8 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
     """Merge partial results over disjoint sets of keys.
 
     Args:
-        out_partial: (parts, B, S, H, D) or (parts, total, H, D), float32. lse_partial: (parts, B, S, H) or (parts, total, H),
-            natural log. A part that saw no key has -inf, and its output is not read.
+        out_partial: (parts, B, S, H, D) or (parts, total, H, D), float32. lse_partial: (parts, B, S, H) or (parts,
+            total, H), natural log. A part that saw no key has -inf, and its output is not read.
         out: tensor for the result. out_dtype: its dtype; None is that of out, or of out_partial.
 
     Returns:
@@ -306,7 +354,9 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"flash_attn_combine: {argument} is a {type(x).__name__}; want a torch.Tensor")
         if not x.is_floating_point() or x.device != out_partial.device:
-            raise ValueError(f"flash_attn_combine: {argument} is {x.dtype} on {x.device}; want floating point, both on one device")
+            raise ValueError(
+                f"flash_attn_combine: {argument} is {x.dtype} on {x.device}; want floating point, both on one device"
+            )
     if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or not out_dtype.is_floating_point):
         raise TypeError(f"flash_attn_combine: out_dtype is {out_dtype!r}; want a floating torch.dtype, or None")
     if out_partial.ndim != lse_partial.ndim + 1 or out_partial.shape[:-1] != lse_partial.shape:
@@ -322,11 +372,14 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
     if out is None:
         return merged.to(out_dtype or out_partial.dtype), lse
     if not isinstance(out, torch.Tensor):
-        raise TypeError(f"flash_attn_combine: out is a {type(out).__name__}; want a torch.Tensor {tuple(merged.shape)}, or None")
+        raise TypeError(
+            f"flash_attn_combine: out is a {type(out).__name__}; want a torch.Tensor {tuple(merged.shape)}, or None"
+        )
     if out_dtype is not None and out.dtype != out_dtype:
         raise ValueError(f"flash_attn_combine: out_dtype is {out_dtype}; want {out.dtype}, the dtype of out, or None")
     if out.shape != merged.shape or out.device != merged.device or not out.is_floating_point():
-        raise ValueError(f"flash_attn_combine: out is {tuple(out.shape)} {out.dtype} on {out.device}; want {tuple(merged.shape)}, "
+        raise ValueError(f"flash_attn_combine: out is {tuple(out.shape)} {out.dtype} on {out.device}; want "
+            f"{tuple(merged.shape)}, "
                          f"floating point on {merged.device}")  # fmt: skip
     return out.copy_(merged), lse
 
@@ -339,25 +392,31 @@ def get_scheduler_metadata(
     """How decode cuts the batch into parts of about equal length, found once for the calls of all layers.
 
     Args:
-        batch_size, max_seqlen_q, num_heads_q, num_heads_kv, headdim, headdim_v, qkv_dtype, page_size, causal, window_size,
-            num_splits: of the calls to come. max_seqlen_k: keys that the cache has room for in a row, or page_table in all.
+        batch_size, max_seqlen_q, num_heads_q, num_heads_kv, headdim, headdim_v, qkv_dtype, page_size, causal,
+        window_size,
+            num_splits: of the calls to come. max_seqlen_k: keys that the cache has room for in a row, or page_table in
+            all.
         cache_seqlens: (B,) int32, tokens in the cache; cu_seqlens_k_new (B + 1,), or max_seqlen_k_new, those to append;
             cache_leftpad (B,), those to leave out.
         The others are accepted as ``flash_attn_with_kvcache`` accepts them.
 
     Returns:
-        (slots, 4) int32 on the device, for ``scheduler_metadata``; of no slots when the calls will have nothing to schedule:
-        more than 16 new tokens, or a fixed num_splits. See ``ladder.step08_dflash2.get_decode_schedule``.
+        (slots, 4) int32 on the device, for ``scheduler_metadata``; of no slots when the calls will have nothing to
+        schedule: more than 16 new tokens, or a fixed num_splits. See ``ladder.step08_dflash2.get_decode_schedule``.
     """
     name = "get_scheduler_metadata"
     if attention_chunk:
         raise NotImplementedError(f"{name}: attention_chunk is {attention_chunk}; want 0")
     batch_size = check_integer(name, "batch_size", batch_size, 0)
-    max_seqlen_q, max_seqlen_k = check_integer(name, "max_seqlen_q", max_seqlen_q, 0), check_integer(name, "max_seqlen_k", max_seqlen_k, 0)
+    max_seqlen_q, max_seqlen_k = (
+        check_integer(name, "max_seqlen_q", max_seqlen_q, 0),
+        check_integer(name, "max_seqlen_k", max_seqlen_k, 0),
+    )
     num_splits = 0 if num_splits is None else check_integer(name, "num_splits", num_splits, 0)
     max_seqlen_k_new = check_integer(name, "max_seqlen_k_new", max_seqlen_k_new, 0)
     for argument, lengths, count in (
-        ("cache_seqlens", cache_seqlens, batch_size), ("cu_seqlens_k_new", cu_seqlens_k_new, batch_size + 1), ("cache_leftpad", cache_leftpad, batch_size),
+        ("cache_seqlens", cache_seqlens, batch_size), ("cu_seqlens_k_new", cu_seqlens_k_new, batch_size + 1),
+        ("cache_leftpad", cache_leftpad, batch_size),
     ):  # fmt: skip
         if lengths is not None or argument == "cache_seqlens":
             _tensor(name, argument, lengths, count, dtypes=INTEGERS)
@@ -401,7 +460,9 @@ def _tensor(name, argument, x, *shape, like=None, dtypes=None):
     if like is not None and (x.dtype != like.dtype or x.device != like.device):
         raise ValueError(f"{name}: {argument} is {x.dtype} on {x.device}; want {like.dtype} on {like.device}, as q")
     if dtypes is not None and x.dtype not in dtypes:
-        raise ValueError(f"{name}: {argument} has dtype {x.dtype}; want {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}")
+        raise ValueError(
+            f"{name}: {argument} has dtype {x.dtype}; want {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}"
+        )
 
 
 def _written(shape):
@@ -418,7 +479,9 @@ def _starts(name, argument, cu_seqlens, count, q, total=None):
     """Check cumulative lengths, their values on a CPU and with ``total`` only; returns the number of sequences."""
     _tensor(name, argument, cu_seqlens, count, dtypes=INTEGERS)
     if cu_seqlens.device != q.device or not len(cu_seqlens):
-        raise ValueError(f"{name}: {argument} is {tuple(cu_seqlens.shape)} on {cu_seqlens.device}; want (B + 1,) on {q.device}")
+        raise ValueError(
+            f"{name}: {argument} is {tuple(cu_seqlens.shape)} on {cu_seqlens.device}; want (B + 1,) on {q.device}"
+        )
     if total is not None and _readable(q):
         check_cu_seqlens(name, argument, cu_seqlens, total)
     return len(cu_seqlens) - 1
@@ -441,7 +504,9 @@ def _used(name, argument, used, cu_seqlens, batch, q):
     if used.device != q.device:
         raise ValueError(f"{name}: {argument} is on {used.device}; want {q.device}, the device of q")
     if _readable(q) and bool(((used < 0) | (used > cu_seqlens.diff())).any()):
-        raise ValueError(f"{name}: {argument} is {used.tolist()}; want 0 .. {cu_seqlens.diff().tolist()}, the slots of each sequence")
+        raise ValueError(
+            f"{name}: {argument} is {used.tolist()}; want 0 .. {cu_seqlens.diff().tolist()}, the slots of each sequence"
+        )
 
 
 def _check_rotary(name, cos, sin, q):
@@ -449,7 +514,8 @@ def _check_rotary(name, cos, sin, q):
     _tensor(name, "rotary_cos", cos, "positions", "rotary_dim / 2")
     _tensor(name, "rotary_sin", sin, *cos.shape, like=cos)
     if not cos.is_floating_point() or cos.device != q.device or not 0 < 2 * cos.shape[1] <= q.shape[-1]:
-        raise ValueError(f"{name}: rotary_cos is {tuple(cos.shape)} {cos.dtype} on {cos.device}; want floating point on {q.device}, "
+        raise ValueError(f"{name}: rotary_cos is {tuple(cos.shape)} {cos.dtype} on {cos.device}; want floating point "
+            f"on {q.device}, "
                          f"1 to {q.shape[-1] // 2} columns")  # fmt: skip
 
 
@@ -509,7 +575,8 @@ def _forward_only(name, run, *tensors):
 def _by_columns(run, v, out):
     """Call ``run(v, out)`` on blocks of at most 256 value columns; returns the log-sum-exp of the first.
 
-    Values of 512 (FlashAttention's limit) are wider than step 08's accumulator; the weights do not depend on the column.
+    Values of 512 (FlashAttention's limit) are wider than step 08's accumulator; the weights do not depend on the
+    column.
     """
     blocks = zip(v.split(MAX_HEAD_DIM, -1), out.split(MAX_HEAD_DIM, -1), strict=True)
     return [run(v, out) for v, out in blocks][0]
@@ -528,7 +595,8 @@ def _places(x, cu_seqlens):
 
 
 def _used_rows(cu_seqlens, used, total):
-    """Rows in use first and in order, then the others; and the cumulative lengths of those in use. No host sync on CUDA."""
+    """Rows in use first and in order, then the others; and the cumulative lengths of those in use. No host sync on
+    CUDA."""
     row = torch.arange(total, device=used.device)
     seq = torch.searchsorted(cu_seqlens.long(), row, right=True) - 1
     inside = (seq >= 0) & (seq < used.numel())
@@ -545,9 +613,12 @@ def _rotate(name, x, positions, cos, sin, interleaved):
     if _readable(positions) and positions.numel():
         low, high = (int(n) for n in positions.aminmax())
         if low < 0 or high >= cos.shape[0]:
-            raise ValueError(f"{name}: rotary_cos has {cos.shape[0]} positions; want one for {low if low < 0 else high}")
+            raise ValueError(
+                f"{name}: rotary_cos has {cos.shape[0]} positions; want one for {low if low < 0 else high}"
+            )
     half = cos.shape[1]
-    outside = (positions < 0) | (positions >= cos.shape[0])  # on a GPU: NaN shows it, an assertion would end the process
+    # on a GPU: NaN shows it, an assertion would end the process
+    outside = (positions < 0) | (positions >= cos.shape[0])
     row = positions.long().clamp(0, cos.shape[0] - 1)
     cos, sin = (table[row].float().masked_fill(outside[..., None], float("nan")).unsqueeze(-2) for table in (cos, sin))
     rotated, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
@@ -572,24 +643,34 @@ def _pages_of_sequences(name, k_cache, page_table, cache_batch_idx, batch):
     if cache_batch_idx is not None:
         _tensor(name, "cache_batch_idx", cache_batch_idx, batch, dtypes=INTEGERS)
         if cache_batch_idx.device != table.device:
-            raise ValueError(f"{name}: cache_batch_idx is on {cache_batch_idx.device}; want {table.device}, the device of q")
+            raise ValueError(
+                f"{name}: cache_batch_idx is on {cache_batch_idx.device}; want {table.device}, the device of q"
+            )
         if batch and _readable(table):
             low, high = (int(n) for n in cache_batch_idx.aminmax())
             if low < 0 or high >= len(table):
-                raise ValueError(f"{name}: cache_batch_idx holds {low if low < 0 else high}; want 0 .. {len(table) - 1}")
+                raise ValueError(
+                    f"{name}: cache_batch_idx holds {low if low < 0 else high}; want 0 .. {len(table) - 1}"
+                )
         table = table[cache_batch_idx.long().clamp(0, max(0, len(table) - 1))]
     if table.shape[0] != batch:
         owner = "page_table" if page_table is not None else "k_cache"
-        raise ValueError(f"{name}: {owner} has {table.shape[0]} sequences; want {batch}, those of q, or cache_batch_idx")
+        raise ValueError(
+            f"{name}: {owner} has {table.shape[0]} sequences; want {batch}, those of q, or cache_batch_idx"
+        )
     return table
 
 
 def _lengths(name, argument, lengths, batch, device):
     """(B,) int32 from an int or a tensor."""
     if isinstance(lengths, int) and not isinstance(lengths, bool):
-        return torch.full((batch,), min(check_integer(name, argument, lengths, 0), 2**31 - 1), dtype=torch.int32, device=device)
+        return torch.full(
+            (batch,), min(check_integer(name, argument, lengths, 0), 2**31 - 1), dtype=torch.int32, device=device
+        )
     if not isinstance(lengths, torch.Tensor) or lengths.shape != (batch,) or lengths.dtype != torch.int32:
-        came = f"{tuple(lengths.shape)} {lengths.dtype}" if isinstance(lengths, torch.Tensor) else type(lengths).__name__
+        came = (
+            f"{tuple(lengths.shape)} {lengths.dtype}" if isinstance(lengths, torch.Tensor) else type(lengths).__name__
+        )
         raise ValueError(f"{name}: {argument} is {came}; want an int or ({batch},) torch.int32")
     if lengths.device != device:
         raise ValueError(f"{name}: {argument} is on {lengths.device}; want {device}, the device of q")
@@ -602,10 +683,11 @@ def _check_before_append(q, k_cache, v_cache, table, lengths, scale):
 
 
 def _append(k_cache, v_cache, k, v, table, lengths, cu_seqlens_new):
-    """Write new keys and values behind each sequence, in place. Returns (B,) bool: sequences without room for all of theirs.
+    """Write new keys and values behind each sequence, in place. Returns (B,) bool: sequences without room for all of
+    theirs.
 
-    Nothing is written for those, and nothing waits for the device: where a token has no place of its own, its row repeats
-    the write of a token that has one, or writes back what the cache holds.
+    Nothing is written for those, and nothing waits for the device: where a token has no place of its own, its row
+    repeats the write of a token that has one, or writes back what the cache holds.
     """
     (num_pages, page_size), num_tokens = k_cache.shape[:2], k.shape[:-2].numel()
     if not num_tokens or not table.shape[1] or not num_pages:
@@ -622,7 +704,9 @@ def _append(k_cache, v_cache, k, v, table, lengths, cu_seqlens_new):
     slot = torch.where(written, position % page_size, torch.where(some, position[donor] % page_size, 0))
     for cache, rows in ((k_cache, k), (v_cache, v)):
         rows = rows.reshape(num_tokens, *rows.shape[-2:])
-        cache[page, slot] = torch.where(written[:, None, None], rows, torch.where(some[:, None, None], rows[donor], cache[0, 0]))
+        cache[page, slot] = torch.where(
+            written[:, None, None], rows, torch.where(some[:, None, None], rows[donor], cache[0, 0])
+        )
     return lost
 
 
@@ -639,7 +723,9 @@ def _check_room(name, k_cache, k, table, lengths, cu_seqlens_new):
     page = table[seq, position // page_size]
     low, high = (int(n) for n in page.aminmax())
     if low < 0 or high >= len(k_cache):
-        raise ValueError(f"{name}: page_table has page {low if low < 0 else high} for a new token; want 0 .. {len(k_cache) - 1}")
+        raise ValueError(
+            f"{name}: page_table has page {low if low < 0 else high} for a new token; want 0 .. {len(k_cache) - 1}"
+        )
 
 
 def _skip_leftpad(k_cache, v_cache, table, lengths, leftpad):
@@ -648,4 +734,9 @@ def _skip_leftpad(k_cache, v_cache, table, lengths, leftpad):
     position = leftpad[:, None].long() + torch.arange(table.shape[1] * page_size, device=table.device)
     position.clamp_(0, table.shape[1] * page_size - 1)  # entries behind the end are not followed
     table = table.gather(1, position // page_size) * page_size + (position % page_size).to(torch.int32)
-    return k_cache.flatten(0, 1)[:, None], v_cache.flatten(0, 1)[:, None], table.to(torch.int32), torch.where(leftpad < 0, -1, lengths - leftpad)
+    return (
+        k_cache.flatten(0, 1)[:, None],
+        v_cache.flatten(0, 1)[:, None],
+        table.to(torch.int32),
+        torch.where(leftpad < 0, -1, lengths - leftpad),
+    )

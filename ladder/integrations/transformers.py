@@ -4,17 +4,17 @@
     register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="dflash2")    # or "dflash1": step 07
 
-transformers takes every name with "flash" in it for a FlashAttention package or a kernel of its hub, and for gpt-oss puts
-another in its place. So the backends are registered as "step08" and "step07", which work too and are what the model's
-configuration then says, and ``register`` teaches ``PreTrainedModel`` that "dflash2" and "dflash1" mean these.
+transformers takes every name with "flash" in it for a FlashAttention package or a kernel of its hub, and for gpt-oss
+puts another in its place. So the backends are registered as "step08" and "step07", which work too and are what the
+model's configuration then says, and ``register`` teaches ``PreTrainedModel`` that "dflash2" and "dflash1" mean these.
 
-Causal, sliding-window and bidirectional layers build no (query, key) mask. What reaches a layer instead is a tensor whose
-shape says which of the three it is, and a few integers: none, how many keys of a static cache are filled, where each
-left-padded sequence starts, or which tokens of a batch are real. Only a layer whose model makes no mask is asked whether it
-is causal. A padded prefill is packed and runs as a ragged batch; a left-padded decode reads the cache where it lies, from
-each sequence's start. Windows, softcaps (Gemma 2), learned sinks (gpt-oss), grouped heads and unequal head sizes
-(DeepSeek-V2) are the kernels' own. Padded queries get 0. Under ``torch.autocast`` a layer computes in the autocast type, as
-``scaled_dot_product_attention`` does.
+Causal, sliding-window and bidirectional layers build no (query, key) mask. What reaches a layer instead is a tensor
+whose shape says which of the three it is, and a few integers: none, how many keys of a static cache are filled, where
+each left-padded sequence starts, or which tokens of a batch are real. Only a layer whose model makes no mask is asked
+whether it is causal. A padded prefill is packed and runs as a ragged batch; a left-padded decode reads the cache where
+it lies, from each sequence's start. Windows, softcaps (Gemma 2), learned sinks (gpt-oss), grouped heads and unequal
+head sizes (DeepSeek-V2) are the kernels' own. Padded queries get 0. Under ``torch.autocast`` a layer computes in the
+autocast type, as ``scaled_dot_product_attention`` does.
 
 Fallback rule: what the kernels do not compute runs in PyTorch, through ``scaled_dot_product_attention`` where there is
 neither softcap nor sink, and warns once for each reason:
@@ -24,16 +24,19 @@ neither softcap nor sink, and warns once for each reason:
   image blocks, chunked attention (Llama 4) once the context is longer than a chunk, two-sided windows, and holes in the
   padding under a sliding window, because transformers counts the window over the holes. Sliding windows too where
   torch.compile traces the making of the mask (``generate`` makes it outside of what it compiles);
-- models with a layer that does more with its mask than hand it on, such as the indexers of sparse attention: they get whole
+- models with a layer that does more with its mask than hand it on, such as the indexers of sparse attention: they get
+whole
   masks, in the form that transformers' own eager attention reads;
 - dflash1: windows shorter than the context, softcaps and sinks.
 
 torch.compile traces all of it in one graph. Where it traces the making of a mask too, it cannot ask whether a batch has
-padding, so a 2-D ``attention_mask`` means packing: leave it out when all tokens are real. No warning comes from a graph.
+padding, so a 2-D ``attention_mask`` means packing: leave it out when all tokens are real. No warning comes from a
+graph.
 
-``register(fallback=False)`` raises ``NotImplementedError`` with the reason instead. Always refused are continuous batching,
-whose cache the backend would have to write itself; what a layer hands over in place of a mask or beside it (``UNREAD``);
-and models whose own attention never asks for a backend: they would add a mask of integers to their scores.
+``register(fallback=False)`` raises ``NotImplementedError`` with the reason instead. Always refused are continuous
+batching, whose cache the backend would have to write itself; what a layer hands over in place of a mask or beside it
+(``UNREAD``); and models whose own attention never asks for a backend: they would add a mask of integers to their
+scores.
 """
 
 import functools
@@ -78,7 +81,9 @@ def register(*, fallback=True):
     try:
         from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     except ImportError as error:
-        raise ImportError("ladder.integrations.transformers: needs transformers >= 4.57 (pip install transformers)") from error
+        raise ImportError(
+            "ladder.integrations.transformers: needs transformers >= 4.57 (pip install transformers)"
+        ) from error
     for backend, name in NAMES.items():
         AttentionInterface.register(name, functools.partial(attention_forward, backend=backend, fallback=fallback))
         AttentionMaskInterface.register(name, key_mask)
@@ -99,7 +104,8 @@ def register(*, fallback=True):
 
 
 def attention_forward(
-    module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, softcap=None, is_causal=None,
+    module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, softcap=None,
+    is_causal=None,
     s_aux=None, *, backend="dflash2", fallback=True, **kwargs,
 ):  # fmt: skip
     """One layer's attention, as transformers calls it.
@@ -108,8 +114,8 @@ def attention_forward(
         query: (B, Hq, Sq, D). key: (B, Hkv, Sk, D). value: (B, Hkv, Sk, Dv). Any strides.
         attention_mask: what ``key_mask`` made, a caller's (B, 1, Sq, Sk) mask, or None where the model made none.
         s_aux: (Hq,) sink logits. softcap: None or 0 is off. sliding_window: keys that a query sees, itself included.
-        is_causal: whether a layer without a mask is causal; None asks the module; a module that does not say is not. A mask
-            says it itself.
+        is_causal: whether a layer without a mask is causal; None asks the module; a module that does not say is not. A
+            mask says it itself.
 
     Returns:
         (B, Sq, Hq, Dv) contiguous, and None for the weights, which are never in memory.
@@ -123,9 +129,12 @@ def attention_forward(
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, torch.Tensor) or x.ndim != 4:
             came = f"{tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
-            raise (ValueError if isinstance(x, torch.Tensor) else TypeError)(f"{backend}: {name} is {came}; want a torch.Tensor (B, H, S, D)")
+            raise (ValueError if isinstance(x, torch.Tensor) else TypeError)(
+                f"{backend}: {name} is {came}; want a torch.Tensor (B, H, S, D)"
+            )
     return _forward(
-        *_in_autocast_type(query, key, value), module, attention_mask, dropout, scaling, sliding_window, softcap, is_causal, s_aux,
+        *_in_autocast_type(query, key, value), module, attention_mask, dropout, scaling, sliding_window, softcap,
+        is_causal, s_aux,
         backend, fallback, kwargs,
     )  # fmt: skip
 
@@ -140,17 +149,34 @@ def _in_autocast_type(*tensors):
 
 @outside_autocast
 def _forward(
-    query, key, value, module, attention_mask, dropout, scaling, sliding_window, softcap, is_causal, s_aux, backend, fallback, kwargs
+    query,
+    key,
+    value,
+    module,
+    attention_mask,
+    dropout,
+    scaling,
+    sliding_window,
+    softcap,
+    is_causal,
+    s_aux,
+    backend,
+    fallback,
+    kwargs,
 ):
     """``attention_forward`` in the types of its tensors: (out, None)."""
     if s_aux is not None and (not isinstance(s_aux, torch.Tensor) or s_aux.shape != query.shape[1:2]):
         came = f"{tuple(s_aux.shape)}" if isinstance(s_aux, torch.Tensor) else f"a {type(s_aux).__name__}"
-        raise (ValueError if isinstance(s_aux, torch.Tensor) else TypeError)(f"{backend}: s_aux is {came}; want a torch.Tensor ({query.shape[1]},)")
+        raise (ValueError if isinstance(s_aux, torch.Tensor) else TypeError)(
+            f"{backend}: s_aux is {came}; want a torch.Tensor ({query.shape[1]},)"
+        )
     if sliding_window is not None:
         sliding_window = check_integer(backend, "sliding_window", sliding_window, 0, optional=True)
     for name, what in UNREAD.items():
         if (given := kwargs.get(name)) is not None and given is not False:
-            raise NotImplementedError(f"{backend}: {what} ({name}); want attn_implementation='eager' or 'sdpa' for this model")
+            raise NotImplementedError(
+                f"{backend}: {what} ({name}); want attn_implementation='eager' or 'sdpa' for this model"
+            )
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     mask_causal, mask_window, attention_mask = _decode_mask(attention_mask, query, seqlen_k)
     if mask_causal is not None:
@@ -158,7 +184,9 @@ def _forward(
     else:
         causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     if mask_window and sliding_window and mask_window != sliding_window:
-        raise ValueError(f"{backend}: sliding_window is {sliding_window}, the mask was made for {mask_window}; want one window")
+        raise ValueError(
+            f"{backend}: sliding_window is {sliding_window}, the mask was made for {mask_window}; want one window"
+        )
     window = mask_window or sliding_window or None
     if window is not None and window >= seqlen_k:
         window = None
@@ -198,7 +226,11 @@ def _forward(
     pages = None
     if attention_mask is not None and attention_mask.shape[3] == 1:
         pages = _pages_of_rows(key, value, attention_mask)
-    elif causal and seqlen_q <= MAX_DECODE_TOKENS and (seqlen_k >= SPLIT_KEYS if attention_mask is None else attention_mask.shape[3] == 2):
+    elif (
+        causal
+        and seqlen_q <= MAX_DECODE_TOKENS
+        and (seqlen_k >= SPLIT_KEYS if attention_mask is None else attention_mask.shape[3] == 2)
+    ):
         pages = _pages_of_tokens(key, value, attention_mask)
     if pages is not None:
         return _cached(entries, query, *pages, options), None
@@ -211,9 +243,12 @@ def _forward(
 
 # Masks: how a model's mask travels to its layers.
 #
-# transformers hands on whatever a mask function returns, but in generate() with a static cache the masks of a step are made
-# early and come by a second time, and only 4-D tensors pass there untouched. So a mask of this backend is an int32 tensor
-# (B, CAUSAL or BIDIRECTIONAL, 1 + window, n): window is the sliding window, 0 for none, and both dimensions have stride 0;
+# transformers hands on whatever a mask function returns, but in generate() with a static cache the masks of a step are
+# made
+# early and come by a second time, and only 4-D tensors pass there untouched. So a mask of this backend is an int32
+# tensor
+# (B, CAUSAL or BIDIRECTIONAL, 1 + window, n): window is the sliding window, 0 for none, and both dimensions have stride
+# 0;
 # n says what it holds:
 #   0            nothing but the window
 #   1            how many keys are filled; the queries are the newest of them
@@ -224,21 +259,26 @@ CAUSAL, BIDIRECTIONAL = 2, 3  # 1 are a caller's own integers
 
 
 def key_mask(
-    batch_size, kv_length, q_length=None, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None, local_size=None,
+    batch_size, kv_length, q_length=None, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None,
+    local_size=None,
     cache_position=None, **kwargs,
 ):  # fmt: skip
     """What transformers calls in place of making a (B, 1, Sq, Sk) mask: the smallest tensor that says the same.
 
     Args:
-        batch_size, q_length, kv_length: shape of the attention. q_offset, kv_offset: positions of its first query and key, as
-            numbers or, with a static cache, tensors. cache_position: (Sq,) positions of the queries, before transformers 5.
+        batch_size, q_length, kv_length: shape of the attention. q_offset, kv_offset: positions of its first query and
+        key, as
+            numbers or, with a static cache, tensors. cache_position: (Sq,) positions of the queries, before
+            transformers 5.
         mask_function: transformers' predicate; anything but causal, sliding and bidirectional becomes the full mask.
         attention_mask: (B, tokens so far) bool, the padding, or None.
         local_size: the sliding window, or the chunk.
     """
     full = functools.partial(
-        _full_mask, batch_size=batch_size, kv_length=kv_length, q_length=q_length, q_offset=q_offset, kv_offset=kv_offset,
-        mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, cache_position=cache_position, **kwargs,
+        _full_mask, batch_size=batch_size, kv_length=kv_length, q_length=q_length, q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function, attention_mask=attention_mask, local_size=local_size,
+        cache_position=cache_position, **kwargs,
     )  # fmt: skip
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(f"attention_mask is {tuple(attention_mask.shape)}; want (B, tokens), or (B, 1, Sq, Sk)")
@@ -260,7 +300,12 @@ def key_mask(
     ends = torch.as_tensor(filled, device=device).to(torch.int32).expand(batch_size, 1)
     entries = ends[:, :0] if _known(filled) and filled == kv_length else ends
     if attention_mask is not None:
-        if attention_mask.shape[0] != batch_size or causal and _known(q_offset) and attention_mask.shape[1] < q_offset + q_length:
+        if (
+            attention_mask.shape[0] != batch_size
+            or causal
+            and _known(q_offset)
+            and attention_mask.shape[1] < q_offset + q_length
+        ):
             return full()  # tokens that the mask does not know: transformers says what they see
         if tracing and window:  # whether there are holes cannot be asked
             return full()
@@ -280,8 +325,8 @@ def _known(number):
 
 
 def _padding(attention_mask, causal, q_length, kv_length, q_offset, kv_offset, ends):
-    """Real keys (B, Sk) and queries (B, Sq), starts (B, 1), all int32; and whether all filled keys are real, whether those
-    of each sequence are the newest, whether some lie apart.
+    """Real keys (B, Sk) and queries (B, Sq), starts (B, 1), all int32; and whether all filled keys are real, whether
+    those of each sequence are the newest, whether some lie apart.
     """
     attention_mask = attention_mask.bool()
     slots = torch.arange(kv_length, device=ends.device)
@@ -304,8 +349,8 @@ def _columns(mask, index):
 
 
 def _pattern(mask_function):
-    """The name of a mask that transformers composed, None for any other; while compiling only of those it did not compose,
-    because a closure made in the graph cannot be looked into.
+    """The name of a mask that transformers composed, None for any other; while compiling only of those it did not
+    compose, because a closure made in the graph cannot be looked into.
     """
     if torch.compiler.is_compiling():
         from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
@@ -335,7 +380,8 @@ def _pattern(mask_function):
 def _full_mask(**arguments):
     """transformers' own (B, 1, Sq, Sk) mask. Boolean and never skipped, for None would mean something else here.
 
-    A model that edits its masks gets those that its eager attention adds to the scores, and None where that sees everything.
+    A model that edits its masks gets those that its eager attention adds to the scores, and None where that sees
+    everything.
     """
     from transformers.masking_utils import eager_mask, sdpa_mask
 
@@ -349,22 +395,27 @@ def _full_mask(**arguments):
 
 
 def _decode_mask(mask, query, seqlen_k):
-    """(causal, window, mask) of what came as attention_mask; a caller's own mask comes back as it is, with causal None."""
+    """(causal, window, mask) of what came as attention_mask; a caller's own mask comes back as it is, with causal
+    None."""
     if mask is None:
         return None, 0, None
     if mask.ndim != 4:
         raise ValueError(
-            f"attention_mask of a layer is {tuple(mask.shape)}; want what ladder.integrations.transformers.key_mask made, "
+            f"attention_mask of a layer is {tuple(mask.shape)}; want what ladder.integrations.transformers.key_mask "
+            f"made, "
             "or (B, 1, Sq, Sk)"
         )
     if mask.dtype == torch.bool or mask.is_floating_point():
         return None, 0, mask
     if mask.dtype != torch.int32 or mask.shape[1] not in (CAUSAL, BIDIRECTIONAL):
-        raise ValueError(f"attention_mask of a layer is {tuple(mask.shape)} {mask.dtype}; want bool, or floating point to add")
+        raise ValueError(
+            f"attention_mask of a layer is {tuple(mask.shape)} {mask.dtype}; want bool, or floating point to add"
+        )
     window, entries = mask.shape[2] - 1, mask.shape[3]
     if entries not in (0, 1, 2, 1 + seqlen_k + query.shape[2]):
         raise ValueError(
-            f"attention_mask was made for {entries - 1} keys and queries; the layer has {seqlen_k} and {query.shape[2]}; "
+            f"attention_mask was made for {entries - 1} keys and queries; the layer has {seqlen_k} and "
+            f"{query.shape[2]}; "
             "want attn_implementation='eager' or 'sdpa' for this model"
         )
     return mask.shape[1] == CAUSAL, window, mask if entries else None
@@ -432,7 +483,11 @@ def _not_computed(backend, query, key, value, mask, dropout, window, causal, sof
     if query.dtype not in FLOATS:
         return f"dtype {query.dtype}"
     if backend == "dflash1":
-        for what, given in (("a sliding window", window), ("a softcap", softcap), ("attention sinks", sinks is not None)):
+        for what, given in (
+            ("a sliding window", window),
+            ("a softcap", softcap),
+            ("attention sinks", sinks is not None),
+        ):
             if given:
                 return f"{what}, which dflash2 has"
     return None
@@ -483,14 +538,16 @@ def _pages_of_rows(key, value, mask):
 def _pages_of_tokens(key, value, mask):
     """(k_cache, v_cache, table, lengths) that read key and value (B, Hkv, Sk, D) as pages of one token, without a copy.
 
-    A dynamic cache is one token longer each step; pages as long as the cache would compile a kernel for each length. Pages
-    of a token also let a left-padded sequence start where it starts. None when the sequences do not lie a whole number of
-    tokens apart, the same in both.
+    A dynamic cache is one token longer each step; pages as long as the cache would compile a kernel for each length.
+    Pages of a token also let a left-padded sequence start where it starts. None when the sequences do not lie a whole
+    number of tokens apart, the same in both.
     """
     batch, _, seqlen_k, _ = key.shape
     steps = {seqlen_k}
     if batch > 1:
-        steps = {x.stride(0) // x.stride(2) if x.stride(2) and x.stride(0) % x.stride(2) == 0 else None for x in (key, value)}
+        steps = {
+            x.stride(0) // x.stride(2) if x.stride(2) and x.stride(0) % x.stride(2) == 0 else None for x in (key, value)
+        }
     if len(steps) != 1 or None in steps:
         return None
     step = steps.pop()
@@ -521,7 +578,8 @@ def _packed(entries, query, key, value, mask, causal, options):
             mask._dflash_packing = packing  # for all layers with this mask
     rows_q, starts_q, rows_k, starts_k = packing
     q, k, v = (
-        x.transpose(1, 2).flatten(0, 1).index_select(0, rows) for x, rows in ((query, rows_q), (key, rows_k), (value, rows_k))
+        x.transpose(1, 2).flatten(0, 1).index_select(0, rows)
+        for x, rows in ((query, rows_q), (key, rows_k), (value, rows_k))
     )
     out = entries.varlen(q, k, v, starts_q, starts_k, causal=causal, **options)
     if compiling:
@@ -549,7 +607,11 @@ def _in_pytorch(query, key, value, visible, bias, scale, softcap, sinks, dropout
     if bias is not None:
         hidden = torch.zeros((), dtype=query.dtype, device=query.device)
         if visible is not None:
-            hidden = visible if visible.dtype != torch.bool else hidden.expand(visible.shape).masked_fill(~visible, -math.inf)
+            hidden = (
+                visible
+                if visible.dtype != torch.bool
+                else hidden.expand(visible.shape).masked_fill(~visible, -math.inf)
+            )
         visible = bias + hidden
     if not softcap and sinks is None:
         if visible is not None and visible.dtype != torch.bool:

@@ -1,8 +1,9 @@
 """Which models of transformers do more with an attention mask than hand it on, found by reading their code.
 
-The backend's masks are a few integers. A layer that passes them to its backend needs no more; one that adds them to its scores
-itself, or counts their zeros, would compute nonsense. No attribute of a model says which it does, so its source is read: the
-classes that a model's constructors name, and in those every use of a mask that is more than a hand-over or a question for None.
+The backend's masks are a few integers. A layer that passes them to its backend needs no more; one that adds them to its
+scores itself, or counts their zeros, would compute nonsense. No attribute of a model says which it does, so its source
+is read: the classes that a model's constructors name, and in those every use of a mask that is more than a hand-over or
+a question for None.
 """
 
 import ast
@@ -18,14 +19,17 @@ EDITED = set()  # configurations of models that edit their masks
 
 
 def look_at_model(model, config, names):
-    """ValueError for a model that would misread the backend's masks; a model that edits its masks is added to ``EDITED``.
+    """ValueError for a model that would misread the backend's masks; a model that edits its masks is added to
+    ``EDITED``.
 
-    names: those of the backends, for the message. transformers looks into the code too, for no attribute of a model says what its layers do with their masks.
+    names: those of the backends, for the message. transformers looks into the code too, for no attribute of a model
+    says what its layers do with their masks.
     """
     calls_backend, edits_masks = _use_of_masks(model)
     if edits_masks and not calls_backend:
         raise ValueError(
-            f"attn_implementation is one of {', '.join(names)}, and the attention of {model.__name__} is its own code, which calls no "
+            f"attn_implementation is one of {', '.join(names)}, and the attention of {model.__name__} is its own code, "
+            f"which calls no "
             "backend; want 'eager' or 'sdpa' for it"
         )
     if edits_masks:
@@ -34,7 +38,8 @@ def look_at_model(model, config, names):
 
 @functools.cache
 def _use_of_masks(model):
-    """(whether the code of a model's class calls a backend, whether a part of the model edits a mask made by transformers)."""
+    """(whether the code of a model's class calls a backend, whether a part of the model edits a mask made by
+    transformers)."""
     code = _code_of(model)
     if any(map(_has_table_of_attentions, code.values())):
         return False, True
@@ -42,7 +47,9 @@ def _use_of_masks(model):
         return True, False
     files = {made.__module__ for made in model.__mro__ if made in code}
     attention = {name: part for file in files for name, part in _definitions(file).items() if "Attention" in name}
-    return not attention or any(map(_calls_backend, attention.values())), any(_edits_masks(*item) for item in code.items())
+    return not attention or any(map(_calls_backend, attention.values())), any(
+        _edits_masks(*item) for item in code.items()
+    )
 
 
 def _code_of(model):
@@ -57,7 +64,11 @@ def _code_of(model):
         made = todo.pop()
         if not isinstance(made, type) or not issubclass(made, torch.nn.Module) or made in (PreTrainedModel, *code):
             continue
-        if issubclass(made, PreTrainedModel) and not issubclass(model, made) and made.config_class is not model.config_class:
+        if (
+            issubclass(made, PreTrainedModel)
+            and not issubclass(model, made)
+            and made.config_class is not model.config_class
+        ):
             continue
         if (definition := _definitions(made.__module__).get(made.__name__)) is None:
             continue
@@ -87,7 +98,10 @@ def _methods(definition):
 
 
 def _calls_backend(code):
-    return any(isinstance(node, ast.Name) and node.id in ("ALL_ATTENTION_FUNCTIONS", "AttentionInterface") for node in ast.walk(code))
+    return any(
+        isinstance(node, ast.Name) and node.id in ("ALL_ATTENTION_FUNCTIONS", "AttentionInterface")
+        for node in ast.walk(code)
+    )
 
 
 def _has_table_of_attentions(code):
@@ -126,9 +140,14 @@ def _edits_masks(made, definition):
             masks = {node.arg: 0 for node in nodes if isinstance(node, ast.arg) and node.arg in _NAMES_OF_MASKS}
         harmless = set()
         for node in nodes:
-            if getattr(node, "arg", getattr(node, "value", None)) in _WANTS_WHOLE_MASKS:  # a keyword, or its name in a dict
+            # a keyword, or its name in a dict
+            if getattr(node, "arg", getattr(node, "value", None)) in _WANTS_WHOLE_MASKS:
                 return True
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Call):
+            if (
+                isinstance(node, ast.Assign)
+                and isinstance(node.targets[0], ast.Name)
+                and isinstance(node.value, ast.Call)
+            ):
                 if _makes_masks(node.value.func):
                     masks.setdefault(node.targets[0].id, node.end_lineno)
             elif isinstance(node, ast.Call) and _is_call_of_layer(node.func):

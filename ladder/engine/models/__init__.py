@@ -1,4 +1,5 @@
-"""The models that the engine serves: what each weighs, what it caches for a token, and how its weights and text are read."""
+"""The models that the engine serves: what each weighs, what it caches for a token, and how its weights and text are
+read."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +21,8 @@ class Spec:
     """A model by name, before anything of it is in memory.
 
     source: file or folder of weights; None is random weights drawn with ``seed``.
-    parallel: this rank's ``ladder.engine.parallel.Parallel``, None is a model in one piece. What is counted below is a rank's.
+    parallel: this rank's ``ladder.engine.parallel.Parallel``, None is a model in one piece. What is counted below is a
+        rank's.
     router_bias: (MoE layers, experts) added to routers' probabilities for the choice of experts alone: skew that random
         weights lack. None is none.
     """
@@ -35,7 +37,9 @@ class Spec:
 
     def __post_init__(self):
         if not isinstance(self.config, (deepseek_v2.DeepseekV2Config, tiny_moe.TinyMoEConfig)):
-            raise TypeError(f"engine: config is a {type(self.config).__name__}; want a DeepseekV2Config or TinyMoEConfig")
+            raise TypeError(
+                f"engine: config is a {type(self.config).__name__}; want a DeepseekV2Config or TinyMoEConfig"
+            )
         if not isinstance(self.source, (str, Path, type(None))):
             raise TypeError(f"engine: source is {self.source!r}; want the path of weights, or None for random ones")
         object.__setattr__(self, "source", None if self.source is None else Path(self.source))
@@ -113,7 +117,9 @@ class Spec:
             if ids is not None:
                 found = ids if isinstance(ids, list) else [ids]
                 if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in found):
-                    raise ValueError(f"{self.name}: eos_token_id in {path} is {ids!r}; want a token id, or a list of them")
+                    raise ValueError(
+                        f"{self.name}: eos_token_id in {path} is {ids!r}; want a token id, or a list of them"
+                    )
                 return tuple(found)
         return ()
 
@@ -127,11 +133,15 @@ class Spec:
             return Bytes()
         if self.source is None or not (self.source / "tokenizer.json").is_file():
             where = self.source or "random weights"
-            raise ValueError(f"{self.name}: no tokenizer.json with {where}; give the prompt as numbers, --prompt-ids 1,2,3")
+            raise ValueError(
+                f"{self.name}: no tokenizer.json with {where}; give the prompt as numbers, --prompt-ids 1,2,3"
+            )
         try:
             from tokenizers import Tokenizer
         except ModuleNotFoundError:
-            raise ValueError(f"{self.name}: reading tokenizer.json needs the package tokenizers, or give --prompt-ids 1,2,3") from None
+            raise ValueError(
+                f"{self.name}: reading tokenizer.json needs the package tokenizers, or give --prompt-ids 1,2,3"
+            ) from None
         tokenizer = Tokenizer.from_file(str(self.source / "tokenizer.json"))
         return _Tokenizer(tokenizer)
 
@@ -161,14 +171,17 @@ def find(name, checkpoint=None):
     """The ``Spec`` of a model by name; ``checkpoint`` is a folder (deepseek-v2-lite) or file (tiny-moe) of weights.
 
     Raises:
-        ValueError: there is no such model, or its files say what it cannot be. FileNotFoundError: there are no such weights.
+        ValueError: there is no such model, or its files say what it cannot be. FileNotFoundError: there are no such
+        weights.
     """
     if name == "tiny-moe":
         path = Path(checkpoint or tiny_moe.WEIGHTS)
         return Spec(name, tiny_moe.read_config(path), path)
     if name == "mla-dense":  # the control: where no experts and few keys are, step 08 has little to gain
         if checkpoint is not None:
-            raise ValueError("mla-dense is deepseek-v2-lite with every layer dense and has random weights only; want no --checkpoint")
+            raise ValueError(
+                "mla-dense is deepseek-v2-lite with every layer dense and has random weights only; want no --checkpoint"
+            )
         return Spec(name, deepseek_v2.DeepseekV2Config(num_dense=deepseek_v2.DeepseekV2Config.num_layers))
     if name == "deepseek-v2-lite":
         if checkpoint is None:

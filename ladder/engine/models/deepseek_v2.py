@@ -22,24 +22,31 @@ from ..layers import linear, run_experts, serving_on_gpu, spread, swiglu
 
 NAME = "deepseek-v2-lite"
 MLP_TOKENS = 8192  # tokens that a dense layer takes at once when serving: its inner columns are five times the model's
-YARN = dict(type="yarn", factor=40.0, original_max_position_embeddings=4096, beta_fast=32.0, beta_slow=1.0, mscale=0.707,
+YARN = dict(type="yarn", factor=40.0, original_max_position_embeddings=4096, beta_fast=32.0, beta_slow=1.0,
+            mscale=0.707,
             mscale_all_dim=0.707)  # fmt: skip
 
 # What ``config.json`` calls a size, and what it is where the file does not say. The defaults are those of transformers.
 FORMAT = dict(
     num_layers=("num_hidden_layers", 32), width=("hidden_size", 4096), num_heads=("num_attention_heads", 32),
-    latent=("kv_lora_rank", 512), rope_dim=("qk_rope_head_dim", 64), nope_dim=("qk_nope_head_dim", 128), v_dim=("v_head_dim", 128),
+    latent=("kv_lora_rank", 512), rope_dim=("qk_rope_head_dim", 64), nope_dim=("qk_nope_head_dim", 128),
+    v_dim=("v_head_dim", 128),
     num_experts=("n_routed_experts", 64), top_k=("num_experts_per_tok", None), num_shared=("n_shared_experts", 2),
-    expert_width=("moe_intermediate_size", 1407), dense_width=("intermediate_size", 11008), num_dense=("first_k_dense_replace", 0),
+    expert_width=("moe_intermediate_size", 1407), dense_width=("intermediate_size", 11008),
+    num_dense=("first_k_dense_replace", 0),
     vocab=("vocab_size", 102400), context=("max_position_embeddings", 2048), rope_theta=("rope_theta", None),
     eps=("rms_norm_eps", 1e-6), routed_scale=("routed_scaling_factor", 1.0),
 )  # fmt: skip
-# What this model has in one way only: what it is where the file does not say, and what it must be. ``norm_topk_prob`` is here
-# because transformers ignores it and the published code then leaves out ``routed_scaling_factor``: nobody knows what it means.
+# What this model has in one way only: what it is where the file does not say, and what it must be. ``norm_topk_prob``
+# is here
+# because transformers ignores it and the published code then leaves out ``routed_scaling_factor``: nobody knows what it
+# means.
 FIXED = dict(
-    model_type=(None, "deepseek_v2"), q_lora_rank=(1536, None), scoring_func=("softmax", "softmax"), topk_method=("greedy", "greedy"),
+    model_type=(None, "deepseek_v2"), q_lora_rank=(1536, None), scoring_func=("softmax", "softmax"),
+    topk_method=("greedy", "greedy"),
     norm_topk_prob=(False, False), moe_layer_freq=(1, 1), hidden_act=("silu", "silu"), attention_bias=(False, False),
-    mlp_bias=(False, False), tie_word_embeddings=(False, False), quantization_config=(None, None), partial_rotary_factor=(None, None),
+    mlp_bias=(False, False), tie_word_embeddings=(False, False), quantization_config=(None, None),
+    partial_rotary_factor=(None, None),
     original_max_position_embeddings=(None, None),
 )  # fmt: skip
 
@@ -73,7 +80,10 @@ class DeepseekV2Config:
     rope: dict | None = field(default_factory=YARN.copy, hash=False)
 
     def __post_init__(self):
-        check_sizes(NAME, self, ("num_shared", "num_dense"), {ours: f"{theirs} in config.json" for ours, (theirs, _) in FORMAT.items()})
+        check_sizes(
+            NAME, self, ("num_shared", "num_dense"),
+            {ours: f"{theirs} in config.json" for ours, (theirs, _) in FORMAT.items()},
+        )  # fmt: skip
         if self.top_k > self.num_experts:
             raise ValueError(f"{NAME}: top_k is {self.top_k}; want at most {self.num_experts}, the number of experts")
         try:
@@ -105,7 +115,10 @@ class DeepseekV2Config:
                 raise ValueError(f"{NAME}: {name} in {path} is {given}; want {wanted!r}")
         sizes = {ours: c.get(theirs, default) for ours, (theirs, default) in FORMAT.items()}
         if c.get("num_key_value_heads") not in (None, sizes["num_heads"]):
-            raise ValueError(f"{NAME}: num_key_value_heads in {path} is {c['num_key_value_heads']!r}; want that of num_attention_heads")
+            raise ValueError(
+                f"{NAME}: num_key_value_heads in {path} is {c['num_key_value_heads']!r}; want that of "
+                f"num_attention_heads"
+            )
         old, new = c.get("rope_scaling"), c.get("rope_parameters")  # the second since transformers 5
         if old and new and old != new:
             raise ValueError(f"{NAME}: {path} has rope_scaling {old!r} and rope_parameters {new!r}; want one of them")
@@ -160,7 +173,8 @@ class LatentAttention(nn.Module):
 
     def values(self, out):
         """Attention over latents (T, H, 512) as values (T, H, 128)."""
-        values = out.new_empty(*out.shape[:2], self.config.v_dim)  # written in place: the next product wants tokens outermost
+        # written in place: the next product wants tokens outermost
+        values = out.new_empty(*out.shape[:2], self.config.v_dim)
         torch.bmm(out.transpose(0, 1), self.v_up.transpose(1, 2), out=values.transpose(0, 1))
         return values
 
@@ -170,7 +184,9 @@ class LatentAttention(nn.Module):
         compressed, rope = latent.split([c.latent, c.rope_dim], dim=-1)
         k = latent.new_empty(len(latent), c.num_heads, c.qk_dim)
         # A product for each head, so that it lands where the head's key is.
-        torch.bmm(compressed.expand(c.num_heads, -1, -1), self.k_up.transpose(1, 2), out=k[..., : c.nope_dim].transpose(0, 1))
+        torch.bmm(
+            compressed.expand(c.num_heads, -1, -1), self.k_up.transpose(1, 2), out=k[..., : c.nope_dim].transpose(0, 1)
+        )
         spread(rope, k[..., c.nope_dim :])
         return k, linear(compressed, self.v_up.flatten(0, 1)).unflatten(-1, (c.num_heads, c.v_dim))
 
@@ -198,7 +214,8 @@ class MLP(nn.Module):
 
 
 class MoE(nn.Module):
-    """Experts as two stacks; the last ``num_shared`` are everyone's. ``bias`` (experts,): on the choice of experts, or None."""
+    """Experts as two stacks; the last ``num_shared`` are everyone's. ``bias`` (experts,): on the choice of experts, or
+    None."""
 
     parallel = bias = None
 
@@ -228,11 +245,11 @@ class Block(nn.Module):
         self.mlp = MLP(config.width, config.dense_width) if layer < config.num_dense else MoE(config, layer)
 
     def forward(self, x, residual, context, rows=None):
-        """Attention, and what ``mlp`` takes: x, the stream, and the rest of its arguments. Whoever calls it lets go of the old
-        stream before the experts, which need the memory.
+        """Attention, and what ``mlp`` takes: x, the stream, and the rest of its arguments. Whoever calls it lets go of
+        the old stream before the experts, which need the memory.
 
-        ``residual`` is the stream before ``x`` is added to it: the sum and its norm are one pass. Only ``rows`` attend and go on,
-        where they are given; the others leave their keys.
+        ``residual`` is the stream before ``x`` is added to it: the sum and its norm are one pass. Only ``rows`` attend
+        and go on, where they are given; the others leave their keys.
         """
         c = self.config
         x, residual = context.add_norm(x, residual, self.attention_norm, c.eps)
@@ -255,8 +272,8 @@ class DeepseekV2(nn.Module):
         self.head = nn.Parameter(torch.empty(config.vocab, config.width))
 
     def forward(self, tokens, context, rows=None):
-        """The last hidden states (T, width), normed, of packed tokens (T,); only ``rows`` of them where given, (n,) int64:
-        nobody asks for the others, so the last layer's queries and experts are spared them.
+        """The last hidden states (T, width), normed, of packed tokens (T,); only ``rows`` of them where given, (n,)
+        int64: nobody asks for the others, so the last layer's queries and experts are spared them.
         """
         x, residual = self.embedding[tokens], None
         for block in self.blocks:
@@ -270,7 +287,8 @@ class DeepseekV2(nn.Module):
 
 
 def empty(config, dtype, device, parallel=None):
-    """The model with uninitialised weights on ``device``, and its table of rotary positions; a rank's part with ``parallel``."""
+    """The model with uninitialised weights on ``device``, and its table of rotary positions; a rank's part with
+    ``parallel``."""
     with torch.device("meta"):
         model = DeepseekV2(config)
     model = parallel.shrink(model) if parallel else model
@@ -280,8 +298,8 @@ def empty(config, dtype, device, parallel=None):
 
 
 def random(config, seed=0, dtype=torch.bfloat16, device="cpu", std=0.02, progress=None, parallel=None):
-    """Weights from N(0, 0.02), norms of 1: what the benchmark runs, for speed does not depend on what weights say. Ranks cut
-    their parts from the same numbers.
+    """Weights from N(0, 0.02), norms of 1: what the benchmark runs, for speed does not depend on what weights say.
+    Ranks cut their parts from the same numbers.
     """
     model = empty(config, dtype, device, parallel)
     generator = torch.Generator(device).manual_seed(seed)
@@ -311,7 +329,9 @@ def load(folder, dtype=torch.bfloat16, device="cpu", progress=None, parallel=Non
 
     folder = Path(folder)
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"deepseek-v2-lite: no config.json in {folder}; want a folder with the public checkpoint")
+        raise FileNotFoundError(
+            f"deepseek-v2-lite: no config.json in {folder}; want a folder with the public checkpoint"
+        )
     config = DeepseekV2Config.from_json(folder / "config.json")
     files = checkpoint_files(folder)
     model = empty(config, dtype, device, parallel)
@@ -328,7 +348,10 @@ def load(folder, dtype=torch.bfloat16, device="cpu", progress=None, parallel=Non
                         targets[target] = torch.empty(shapes[target], dtype=dtype)
                     view = targets[target][part]
                     if view.shape != source.shape:
-                        raise ValueError(f"deepseek-v2-lite: {name} in {file.name} has shape {tuple(source.shape)}; want {tuple(view.shape)}")
+                        raise ValueError(
+                            f"deepseek-v2-lite: {name} in {file.name} has shape {tuple(source.shape)}; want "
+                            f"{tuple(view.shape)}"
+                        )
                     view.copy_(source)
                     missing[target] += source.numel()
                     if target in parts and missing[target] == shapes[target].numel():
@@ -338,7 +361,9 @@ def load(folder, dtype=torch.bfloat16, device="cpu", progress=None, parallel=Non
                         progress(source.numel())
     short = [name for name, count in missing.items() if count != shapes[name].numel()]
     if short:
-        raise ValueError(f"deepseek-v2-lite: {folder} lacks all or part of {', '.join(short[:4])}{' ...' if len(short) > 4 else ''}")
+        raise ValueError(
+            f"deepseek-v2-lite: {folder} lacks all or part of {', '.join(short[:4])}{' ...' if len(short) > 4 else ''}"
+        )
     return model
 
 
@@ -352,13 +377,17 @@ def checkpoint_files(folder):
     if index.is_file():
         weight_map = read_json(NAME, index).get("weight_map")
         if not isinstance(weight_map, dict):
-            raise ValueError(f"{NAME}: weight_map in {index} is {weight_map!r}; want an object of tensors and their files")
+            raise ValueError(
+                f"{NAME}: weight_map in {index} is {weight_map!r}; want an object of tensors and their files"
+            )
         names = sorted(set(weight_map.values()))
     else:
         names = ["model.safetensors"]
     for name in names:
         if not (Path(folder) / name).is_file():
-            raise FileNotFoundError(f"deepseek-v2-lite: no {name} in {folder}" + ("; its index names it" if index.is_file() else ""))
+            raise FileNotFoundError(
+                f"deepseek-v2-lite: no {name} in {folder}" + ("; its index names it" if index.is_file() else "")
+            )
     return [Path(folder) / name for name in names]
 
 
@@ -385,7 +414,11 @@ def _places(name, c):
         "input_layernorm": ("attention_norm", whole, same),
         "post_attention_layernorm": ("mlp_norm", whole, same),
         "self_attn.q_proj": ("attention.q_kv", slice(0, queries), q),
-        "self_attn.kv_a_proj_with_mqa": ("attention.q_kv", slice(queries, None), lambda x: torch.cat([x[: c.latent], halves(x[c.latent :])])),
+        "self_attn.kv_a_proj_with_mqa": (
+            "attention.q_kv",
+            slice(queries, None),
+            lambda x: torch.cat([x[: c.latent], halves(x[c.latent :])]),
+        ),
         "self_attn.kv_a_layernorm": ("attention.latent_norm", whole, same),
         "self_attn.o_proj": ("attention.out", whole, same),
         "mlp.gate": ("mlp.router", whole, same),
@@ -403,7 +436,11 @@ def _places(name, c):
     half = {"gate_proj": slice(0, hidden), "up_proj": slice(hidden, None)}
     if match := re.fullmatch(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj", rest):
         expert, kind = int(match[1]), match[2] + "_proj"
-        return [(layer + "mlp.down", expert, same)] if kind == "down_proj" else [(layer + "mlp.gate_up", (expert, half[kind]), same)]
+        return (
+            [(layer + "mlp.down", expert, same)]
+            if kind == "down_proj"
+            else [(layer + "mlp.gate_up", (expert, half[kind]), same)]
+        )
     if match := re.fullmatch(r"mlp\.shared_experts\.(gate|up|down)_proj", rest):
         places, kind = [], match[1] + "_proj"
         for n in range(c.num_shared):  # a shared MLP of n * 1408 columns is n experts of 1408

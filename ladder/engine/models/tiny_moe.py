@@ -48,8 +48,8 @@ class TinyMoEConfig:
 
 
 class Attention(nn.Module):
-    """Projections of grouped-query attention; ``qkv`` holds query, key and value heads one after another. ``parallel``: see
-    ``ladder.engine.parallel``; None is all heads here.
+    """Projections of grouped-query attention; ``qkv`` holds query, key and value heads one after another. ``parallel``:
+    see ``ladder.engine.parallel``; None is all heads here.
     """
 
     parallel = None
@@ -74,7 +74,8 @@ class Attention(nn.Module):
 
 
 class MoE(nn.Module):
-    """A router, its experts and one expert that every token uses. ``bias`` (experts,): on the choice of experts, or None."""
+    """A router, its experts and one expert that every token uses. ``bias`` (experts,): on the choice of experts, or
+    None."""
 
     parallel = bias = None
 
@@ -92,7 +93,9 @@ class MoE(nn.Module):
         shared = linear(swiglu(linear(x, self.shared_gate_up)), self.shared_down)
         if self.parallel is None:
             return shared + run_experts(x, ids, weights, self.gate_up, self.down)
-        return self.parallel.sum(shared + run_experts(x, ids, weights, self.gate_up, self.down, 0, self.parallel.table(self, x.device)))
+        return self.parallel.sum(
+            shared + run_experts(x, ids, weights, self.gate_up, self.down, 0, self.parallel.table(self, x.device))
+        )
 
 
 class Block(nn.Module):
@@ -105,8 +108,8 @@ class Block(nn.Module):
         self.moe = MoE(config, layer)
 
     def forward(self, x, residual, context, rows=None):
-        """``residual`` is the stream before ``x`` is added to it: the sum and its norm are one pass. After attention only
-        ``rows`` go on, where they are given.
+        """``residual`` is the stream before ``x`` is added to it: the sum and its norm are one pass. After attention
+        only ``rows`` go on, where they are given.
         """
         x, residual = context.add_norm(x, residual, self.attention_norm, self.config.eps)
         x = self.attention(x, context)
@@ -141,7 +144,9 @@ class TinyMoE(nn.Module):
         for name, weight in self.named_parameters():
             if weight.ndim > 1:
                 deep = name.endswith(("attention.out", "down"))
-                nn.init.normal_(weight, std=std / (2 * self.config.num_layers) ** 0.5 if deep else std, generator=generator)
+                nn.init.normal_(
+                    weight, std=std / (2 * self.config.num_layers) ** 0.5 if deep else std, generator=generator
+                )
         return self
 
     def forward(self, tokens, context, rows=None, dtype=None):
@@ -179,18 +184,24 @@ def read_config(path=WEIGHTS):
     from safetensors import SafetensorError, safe_open
 
     if not Path(path).is_file():
-        raise FileNotFoundError(f"tiny-moe: no weights at {path}; train them with python -m ladder.engine.train_tiny_moe --out DIR")
+        raise FileNotFoundError(
+            f"tiny-moe: no weights at {path}; train them with python -m ladder.engine.train_tiny_moe --out DIR"
+        )
     try:
         with safe_open(str(path), framework="pt") as file:
             metadata = file.metadata() or {}
     except SafetensorError as error:
-        raise ValueError(f"tiny-moe: {path} is no safetensors file ({error}); want a file that train_tiny_moe wrote") from error
+        raise ValueError(
+            f"tiny-moe: {path} is no safetensors file ({error}); want a file that train_tiny_moe wrote"
+        ) from error
     if "config" not in metadata:
         raise ValueError(f"tiny-moe: {path} holds no configuration; want a file that train_tiny_moe wrote")
     try:
         return TinyMoEConfig(**json.loads(metadata["config"]))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"tiny-moe: {path} holds no configuration of it ({error}); want a file that train_tiny_moe wrote") from error
+        raise ValueError(
+            f"tiny-moe: {path} holds no configuration of it ({error}); want a file that train_tiny_moe wrote"
+        ) from error
 
 
 def load(path=WEIGHTS, dtype=torch.float32, device="cpu"):
