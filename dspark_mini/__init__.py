@@ -7,10 +7,9 @@ Four decisions, each usable alone, each with its bound beside its result:
     plan_batch         which worker runs each request of the next step
     KVPool             which page of KV memory belongs to whom
 
-`dispatch` moves tokens to their `experts` over torch.distributed, `runtime` keeps serving while ranks come and
-go, `simulator` runs the same decisions on clusters we do not own, `bench_multi_gpu` puts them to several GPUs,
-`trace` reads real routing. Importing this package does not import torch; `python -m dspark_mini` is the command
-line.
+`dispatch` moves tokens to their `experts` over torch.distributed, `runtime` keeps serving while ranks come and go,
+`simulator` runs the same decisions on clusters we do not own, `bench_multi_gpu` puts them to several GPUs, `trace`
+reads real routing. Importing this package does not import torch; `python -m dspark_mini` is the command line.
 """
 
 from .kv_pool import KVPool, OutOfPages, PoolStats

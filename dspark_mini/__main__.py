@@ -1,5 +1,4 @@
-"""Command line: python -m dspark_mini {place, simulate, run, survive, bench}; each explains itself with
---help."""
+"""Command line: python -m dspark_mini {place, simulate, run, survive, bench}; each explains itself with --help."""
 
 from __future__ import annotations
 
@@ -63,9 +62,7 @@ def main(arguments=None):
     add = commands.add_parser("place", help="plan expert placement for measured counts")
     add.add_argument("counts", help="counts or a trace: .json, .npy, .npz, .pt (SGLang), or a folder (ESFT)")
     add.add_argument("--gpus", type=_positive_int, default=8)
-    add.add_argument(
-        "--slots", type=_positive_int, help="expert slots over all GPUs (default: one spare per GPU)"
-    )
+    add.add_argument("--slots", type=_positive_int, help="expert slots over all GPUs (default: one spare per GPU)")
     add.add_argument("--nodes", type=_positive_int, default=1)
     add.add_argument("--groups", type=_positive_int, default=1, help="expert groups of group-limited routing")
     add.add_argument("--output", type=_new_file, help="write the placement here, as JSON")
@@ -79,18 +76,14 @@ def main(arguments=None):
         "--slots", type=_positive_int, help="expert slots over all GPUs (default: two spare per GPU)"
     )
     add_simulate.add_argument("--mode", default="chunk", choices=["chunk", "prefill", "decode"])
-    add_simulate.add_argument(
-        "--batch", type=_positive_int, default=4096, help="tokens of one step over all GPUs"
-    )
+    add_simulate.add_argument("--batch", type=_positive_int, default=4096, help="tokens of one step over all GPUs")
     add_simulate.add_argument(
         "--context", type=_positive_int, default=16384, help="prompt length, or median context of decode"
     )
     add_simulate.add_argument("--kernel-speedup", type=_positive, default=2.0, help="of the attention core")
 
     add_run = commands.add_parser("run", help="a real MoE layer over ranks; start it with torchrun")
-    add_run.add_argument(
-        "--ranks", type=_positive_int, help="start this many CPU ranks here instead of using torchrun"
-    )
+    add_run.add_argument("--ranks", type=_positive_int, help="start this many CPU ranks here instead of using torchrun")
     add_run.add_argument("--preset", default="small", choices=["small", "v2-lite"], help="widths")
     add_run.add_argument("--dim", type=_positive_int)
     add_run.add_argument("--hidden", type=_positive_int)
@@ -101,13 +94,9 @@ def main(arguments=None):
     add_run.add_argument("--steps", type=_positive_int, default=3)
     add_run.add_argument("--slots-per-gpu", type=_positive_int)
     add_run.add_argument("--trace", help="token-level trace (default: the generated one in the package)")
-    add_run.add_argument(
-        "--timeout", type=_positive, default=60.0, help="seconds before a silent peer counts as lost"
-    )
+    add_run.add_argument("--timeout", type=_positive, default=60.0, help="seconds before a silent peer counts as lost")
 
-    add_survive = commands.add_parser(
-        "survive", help="lose a rank in the middle of a step and finish all requests"
-    )
+    add_survive = commands.add_parser("survive", help="lose a rank in the middle of a step and finish all requests")
     add_survive.add_argument("--ranks", type=_positive_int, default=4)
     add_survive.add_argument("--lose", type=int, default=2)
     add_survive.add_argument("--how", default="kill", choices=["kill", "freeze", "nap"])
@@ -204,10 +193,7 @@ def _place(args):
         _table(
             f"Utilisation per GPU in layer {worst}, the least balanced one",
             ["GPU", "before", "after"],
-            [
-                (g, f"{b / before.max():.0%}", f"{a / after.max():.0%}")
-                for g, (b, a) in enumerate(zip(before, after))
-            ],
+            [(g, f"{b / before.max():.0%}", f"{a / after.max():.0%}") for g, (b, a) in enumerate(zip(before, after))],
             args,
         )
     if args.plot:
@@ -313,7 +299,9 @@ def _run(args):
     if args.top_k > args.experts:
         raise ValueError(f"--top-k must not exceed --experts ({args.experts}), got {args.top_k}")
     if args.ranks and "RANK" in os.environ:
-        raise ValueError(f"--ranks {args.ranks} starts ranks here, and torchrun has started {os.environ.get('WORLD_SIZE')} already; want one of the two")
+        raise ValueError(
+            f"--ranks {args.ranks} starts ranks here, and torchrun has started {os.environ.get('WORLD_SIZE')} already; want one of the two"
+        )
     dim, hidden = demo.WIDTHS[args.preset]
     settings = {
         "dim": args.dim or dim,
@@ -343,15 +331,7 @@ def _run(args):
         _table(
             f"{report['experts']} experts, top {report['top_k']}, {report['layers']} layers, width {report['dim']} -> "
             f"{report['hidden']}, {report['ranks']} ranks on {report['device']}, {kind} routing",
-            [
-                "rank",
-                "tokens before",
-                "utilisation",
-                "compute, ms",
-                "tokens after",
-                "utilisation",
-                "compute, ms",
-            ],
+            ["rank", "tokens before", "utilisation", "compute, ms", "tokens after", "utilisation", "compute, ms"],
             [
                 (r, b, f"{ub:.0%}", f"{cb * 1e3:.1f}", a, f"{ua:.0%}", f"{ca * 1e3:.1f}")
                 for r, (b, ub, cb, a, ua, ca) in enumerate(
@@ -392,10 +372,7 @@ def _survive(args):
         ("rank lost", f"{report['lost']} ({report['how']})"),
         ("survivors noticed after, s", ", ".join(f"{r}: {t:.3f}" for r, t in report["noticed_s"].items())),
         ("serving again after, s", f"{report['resumed_s']:.3f}"),
-        (
-            "expert copies fetched",
-            f"{report['copies_fetched']}, {report['from_storage']} of them from storage",
-        ),
+        ("expert copies fetched", f"{report['copies_fetched']}, {report['from_storage']} of them from storage"),
         ("requests restarted", report["restarted"]),
         ("requests finished", f"{report['finished']} of {report['jobs']}"),
         ("outputs as in an undisturbed run", "yes" if report["identical"] else "NO"),

@@ -4,8 +4,7 @@ A row holds one number: case, implementation, metric, value, and where it is a t
 whether it was met. Times in ms are one thread's processor time, the fastest of several runs. `target_no` is
 the number of the target:
 
-1 placement, 2 split, 3 rebalancing, 4 planning speed, 5 request planning, 6 dispatch, 7 loss of a rank, 8
-simulator.
+1 placement, 2 split, 3 rebalancing, 4 planning speed, 5 request planning, 6 dispatch, 7 loss of a rank, 8 simulator.
 """
 
 from __future__ import annotations
@@ -43,13 +42,7 @@ class _Record:
             ok = bool(value >= at_least)
         if at_most is not None:
             ok = bool(value <= at_most)
-        target = (
-            f">= {at_least:.6g}"
-            if at_least is not None
-            else f"<= {at_most:.6g}"
-            if at_most is not None
-            else None
-        )
+        target = f">= {at_least:.6g}" if at_least is not None else f"<= {at_most:.6g}" if at_most is not None else None
         row = {
             "target_no": number,
             "case": case,
@@ -255,13 +248,7 @@ def _split(record, traces):
                         over += peak > np.ceil(best - 1e-6) or split_bound(counts, plan, layer)[0] != peak
                         behind += peak > equal
                         gap = max(gap, (peak - 1) / best - 1)  # beyond what whole tokens cost
-                case = {
-                    "routing": name,
-                    "gpus": 8,
-                    "slots": slots,
-                    "batch": size,
-                    "batches x layers": len(times),
-                }
+                case = {"routing": name, "gpus": 8, "slots": slots, "batch": size, "batches x layers": len(times)}
                 for impl, v in values.items():
                     record.add(2, case, impl, "balancedness, mean", np.mean(v))
                 loss = 1 - np.mean(values["split_batch"]) / np.mean(values["LP"])
@@ -274,9 +261,7 @@ def _split(record, traces):
                     at_most=0.005,
                     note="all of it is the cost of whole tokens: no whole-token split is better (next row)",
                 )
-                record.add(
-                    2, case, "split_batch", "splits above the LP rounded up to a token", over, at_most=0
-                )
+                record.add(2, case, "split_batch", "splits above the LP rounded up to a token", over, at_most=0)
                 record.add(2, case, "split_batch", "splits worse than equal", behind, at_most=0)
                 record.add(2, case, "split_batch", "ms, median", 1e3 * np.median(times), at_most=1.0)
 
@@ -305,24 +290,12 @@ def _rebalance(record, traces):
             ms = 1e3 * (time.thread_time() - start)
             count = np.bincount([m.layer for m in moves], minlength=plan.num_layers)
             record.add(
-                3,
-                case,
-                f"rebalance to {target}",
-                "balancedness, min",
-                result.balancedness.min(),
-                at_least=target,
+                3, case, f"rebalance to {target}", "balancedness, min", result.balancedness.min(), at_least=target
             )
             record.add(
-                3,
-                case,
-                f"rebalance to {target}",
-                "moved copies per layer, median",
-                np.median(count),
-                at_most=most,
+                3, case, f"rebalance to {target}", "moved copies per layer, median", np.median(count), at_most=most
             )
-            record.add(
-                3, case, f"rebalance to {target}", "moved copies per layer, max", count.max(), at_most=most
-            )
+            record.add(3, case, f"rebalance to {target}", "moved copies per layer, max", count.max(), at_most=most)
             record.add(3, case, f"rebalance to {target}", "ms, all layers", ms)
     noise = load * (1 + 0.001 * np.random.default_rng(0).standard_normal(load.shape))
     plan, case = place(load, num_gpus=32, num_slots=288), {"shift": "0.1 % noise", "gpus": 32, "slots": 288}
@@ -335,9 +308,7 @@ def _rebalance(record, traces):
     count = np.bincount([m.layer for m in moves], minlength=58)
     gain = plan.gpu_load_of(shifted).max(axis=1) - result.gpu_load.max(axis=1) - cost * count
     case = {"shift": "exp(0.5 N), a move costs 1 % of the mean GPU load", "gpus": 32, "slots": 288}
-    record.add(
-        3, case, "rebalance", "layers whose moves do not pay", int((gain[count > 0] <= 0).sum()), at_most=0
-    )
+    record.add(3, case, "rebalance", "layers whose moves do not pay", int((gain[count > 0] <= 0).sum()), at_most=0)
     record.add(3, case, "rebalance", "moved copies per layer, median", np.median(count))
     record.add(3, case, "rebalance", "balancedness, median", np.median(result.balancedness))
 
@@ -346,10 +317,7 @@ def _moved(old, new):
     """Median over layers of the copies a GPU gains that it did not hold."""
     gpus = np.split(np.arange(old.num_slots), np.flatnonzero(np.diff(old.slot_gpu)) + 1)
     return np.median(
-        [
-            sum(len(s) - len(np.intersect1d(b[s], a[s])) for s in gpus)
-            for a, b in zip(old.slot_expert, new.slot_expert)
-        ]
+        [sum(len(s) - len(np.intersect1d(b[s], a[s])) for s in gpus) for a, b in zip(old.slot_expert, new.slot_expert)]
     )
 
 
@@ -379,9 +347,7 @@ def _planner(record, traces):
         least = np.argsort(problem.load, kind="stable")
         rivals = {"round_robin": np.arange(1000) % 64, "least_loaded": _least_loaded(problem, least)}
         for name, worker in rivals.items():
-            record.add(
-                5, case, name, "step / lower bound", problem.evaluate(worker)[0].max() / plan.lower_bound_s
-            )
+            record.add(5, case, name, "step / lower bound", problem.evaluate(worker)[0].max() / plan.lower_bound_s)
         record.add(
             5,
             case,
@@ -393,19 +359,13 @@ def _planner(record, traces):
             if kind == "mixed"
             else None,
         )
-        record.add(
-            5, case, "plan_batch", "ms", _best_ms(plan_batch, requests, workers, topology), at_most=5.0
-        )
+        record.add(5, case, "plan_batch", "ms", _best_ms(plan_batch, requests, workers, topology), at_most=5.0)
         used = problem.evaluate(plan.worker)[1]
         record.add(5, case, "plan_batch", "workers over memory", int((used > problem.free).sum()), at_most=0)
         if kind == "shared prefixes":
             hot = problem.prefix == 0
             record.add(
-                5,
-                case,
-                "plan_batch",
-                "workers that share the hottest prefix",
-                len(set(plan.worker[hot].tolist())),
+                5, case, "plan_batch", "workers that share the hottest prefix", len(set(plan.worker[hot].tolist()))
             )
         record.add(5, case, "plan_batch", "KV caches that move", len(plan.moved))
 
@@ -450,11 +410,7 @@ def _small(rng):
         keywords = {}
         if rng.random() < 0.4:
             kv = int(rng.integers(1, 2000))
-            keywords = {
-                "kv_tokens": kv,
-                "kv_bytes": kv * 70_000,
-                "kv_worker": int(rng.integers(len(workers))),
-            }
+            keywords = {"kv_tokens": kv, "kv_bytes": kv * 70_000, "kv_worker": int(rng.integers(len(workers)))}
         if rng.random() < 0.4:
             prefix = int(rng.integers(2))
             keywords |= {"prefix": prefix, "prefix_tokens": (300, 700)[prefix]}
@@ -463,8 +419,7 @@ def _small(rng):
 
 
 def _milp(requests, workers, topology):
-    """The optimal step by HiGHS, None if memory does not suffice: x[r, w], y[g, w] (prefix computed there),
-    T."""
+    """The optimal step by HiGHS, None if memory does not suffice: x[r, w], y[g, w] (prefix computed there), T."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     p = _Problem(requests, workers, topology)
@@ -491,10 +446,7 @@ def _milp(requests, workers, topology):
         seconds = np.concatenate([cost[:, k], p.prefix_tokens[new] * p.token_s[k], [-1]])
         add(np.concatenate([x[:, k], y[new, k], [size - 1]]), seconds, -np.inf, -p.load[k])
         add(
-            np.concatenate([x[:, k], y[new, k]]),
-            np.concatenate([need[:, k], p.prefix_tokens[new]]),
-            -np.inf,
-            p.free[k],
+            np.concatenate([x[:, k], y[new, k]]), np.concatenate([need[:, k], p.prefix_tokens[new]]), -np.inf, p.free[k]
         )
     objective = np.zeros(size)
     objective[-1] = 1
@@ -547,11 +499,7 @@ def _dispatch(record, traces):
             report["before"]["critical_rows"] / mean,
         )
         record.add(
-            6,
-            case,
-            "place + split_batch",
-            "rows on the critical path / mean",
-            report["after"]["critical_rows"] / mean,
+            6, case, "place + split_batch", "rows on the critical path / mean", report["after"]["critical_rows"] / mean
         )
 
 
@@ -562,20 +510,11 @@ def _survival(record, traces):
         report = survive_demo(how=how, timeout_s=3.0)
         case = {"ranks": 4, "lost": f"1, by {how}, mid-step", "timeout, s": 3.0}
         record.add(
-            7,
-            case,
-            "runtime",
-            "s until the last survivor noticed",
-            max(report["noticed_s"].values()),
-            at_most=most,
+            7, case, "runtime", "s until the last survivor noticed", max(report["noticed_s"].values()), at_most=most
         )
         record.add(7, case, "runtime", "s until serving again", report["resumed_s"])
-        record.add(
-            7, case, "runtime", "requests not finished", report["jobs"] - report["finished"], at_most=0
-        )
-        record.add(
-            7, case, "runtime", "outputs other than undisturbed", 0 if report["identical"] else 1, at_most=0
-        )
+        record.add(7, case, "runtime", "requests not finished", report["jobs"] - report["finished"], at_most=0)
+        record.add(7, case, "runtime", "outputs other than undisturbed", 0 if report["identical"] else 1, at_most=0)
         record.add(7, case, "runtime", "expert copies reloaded from storage", report["from_storage"])
 
 
@@ -628,11 +567,7 @@ def _simulator(record, traces):
     rng = np.random.default_rng(0)
     counts = [np.stack([rng.multinomial(4096 * 64 * 8, row / row.sum()) for row in load])]
     result = simulator.simulate(
-        counts,
-        plan,
-        topology=Topology(512, 8),
-        model=simulator.MODELS["r1"],
-        load=simulator.decode_load(4096 * 64),
+        counts, plan, topology=Topology(512, 8), model=simulator.MODELS["r1"], load=simulator.decode_load(4096 * 64)
     )
     case = {"load": "R1-like (generated)", "layers": 4, "gpus": 4096, "slots": 8192, "nodes": 512}
     record.add(8, case, "place + simulate", "s", time.perf_counter() - start, at_most=30.0)

@@ -45,20 +45,14 @@ def check_load(load, name="load"):
     if array.ndim == 1:
         array = array[None]
     if array.ndim != 2 or array.size == 0:
-        raise ValueError(
-            f"{name} must have shape (layers, experts) with at least one of each, got {array.shape}"
-        )
+        raise ValueError(f"{name} must have shape (layers, experts) with at least one of each, got {array.shape}")
     array = array.astype(np.float64)
     if not np.isfinite(array).all():
         layer, expert = np.argwhere(~np.isfinite(array))[0]
-        raise ValueError(
-            f"{name} must be finite, got {array[layer, expert]} at layer {layer}, expert {expert}"
-        )
+        raise ValueError(f"{name} must be finite, got {array[layer, expert]} at layer {layer}, expert {expert}")
     if (array < 0).any():
         layer, expert = np.argwhere(array < 0)[0]
-        raise ValueError(
-            f"{name} must not be negative, got {array[layer, expert]} at layer {layer}, expert {expert}"
-        )
+        raise ValueError(f"{name} must not be negative, got {array[layer, expert]} at layer {layer}, expert {expert}")
     with np.errstate(over="ignore"):
         total = array.sum(axis=1)
     if not np.isfinite(total).all():

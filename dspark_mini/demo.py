@@ -1,5 +1,4 @@
-"""What the commands `run` and `survive` do: a real MoE layer over ranks, before and after, and the loss of a
-rank."""
+"""What the commands `run` and `survive` do: a real MoE layer over ranks, before and after, and the loss of a rank."""
 
 from __future__ import annotations
 
@@ -30,9 +29,7 @@ def layer_demo(settings):
     else None."""
     if "RANK" in os.environ and not dist.is_initialized():
         prepare()
-        cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(
-            os.environ.get("LOCAL_WORLD_SIZE", "1")
-        )
+        cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group(
@@ -79,9 +76,7 @@ def _layer(settings, device):
     elif (settings["experts"], settings["top_k"]) == (64, 6):
         trace = bundled_trace()
     else:
-        trace = generate_trace(
-            num_layers=layers, num_experts=settings["experts"], top_k=settings["top_k"], seed=1
-        )
+        trace = generate_trace(num_layers=layers, num_experts=settings["experts"], top_k=settings["top_k"], seed=1)
     layers = min(layers, trace.num_layers)
     half = trace.num_tokens // 2
     history = trace.counts(0, half)[:layers]
@@ -128,17 +123,13 @@ def _layer(settings, device):
             "exchange_s": (busy[:, 1] / 1e9).tolist(),
             "critical_rows": int(rows.max(axis=1).sum()),
         }
-    same = all(
-        torch.equal(outputs["before", s, y], outputs["after", s, y]) for s in range(1) for y in range(layers)
-    )
+    same = all(torch.equal(outputs["before", s, y], outputs["after", s, y]) for s in range(1) for y in range(layers))
     x, ids, weights = _inputs(trace, 0, half, 0, rank, ranks, tokens, dim, dtype, device)
     alone = moe_reference(x, ids, weights, 0, num_experts=trace.num_experts, hidden=hidden)
     identical = same and torch.equal(alone, outputs["after", 0, 0])
     error = float((alone - outputs["after", 0, 0]).abs().max()) if len(alone) else 0.0
     checks = _gather(np.array([identical, round(error * 1e9)]), None, ranks)
-    report["identical"] = bool(
-        checks[:, 0].all()
-    )  # promised on a CPU; a GPU's matrix products depend on row counts
+    report["identical"] = bool(checks[:, 0].all())  # promised on a CPU; a GPU's matrix products depend on row counts
     report["max_error"] = float(checks[:, 1].max()) / 1e9
     return report if rank == 0 else None
 
@@ -153,9 +144,7 @@ def _inputs(trace, layer, start, step, rank, ranks, tokens, dim, dtype, device):
     return x, ids, weights
 
 
-def survive_demo(
-    *, ranks=4, lose=2, how="kill", step=3, jobs=24, timeout_s=3.0, device="cpu", limit_s=120, **widths
-):
+def survive_demo(*, ranks=4, lose=2, how="kill", step=3, jobs=24, timeout_s=3.0, device="cpu", limit_s=120, **widths):
     """Serve requests on `ranks` ranks, lose one in the middle of a step, and compare with an undisturbed
     process. `widths` replace those of a small `ModelConfig`; `device` "cuda" gives each rank a GPU."""
     config = ModelConfig(**{"dim": 64, "hidden": 32, "num_experts": 64, "top_k": 6, "num_layers": 2, **widths})

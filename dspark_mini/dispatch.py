@@ -1,15 +1,12 @@
 """Tokens to experts and back, over torch.distributed.
 
-One MoE layer on rank r (= GPU r): every token here has `top_k` experts, and an expert may live on several
-ranks.
+One MoE layer on rank r (= GPU r): every token here has `top_k` experts, and an expert may live on several ranks.
 
-1. *Counts first.* All ranks gather everybody's tokens per expert, together with what must agree: layer,
-   widths, dtype, placement. Any disagreement raises the same `ExchangeError` on every rank, before a single
-   row is sent. This is not politeness: gloo returns silently, with wrong data, when two ranks disagree on
-   sizes.
-2. *Split.* From the summed counts every rank computes the same division over copies, and from that the same
-   matrix of rows that each rank sends to each slot. No further negotiation; receivers know what arrives, in
-   which order.
+1. *Counts first.* All ranks gather everybody's tokens per expert, together with what must agree: layer, widths, dtype,
+   placement. Any disagreement raises the same `ExchangeError` on every rank, before a single row is sent. This is not
+   politeness: gloo returns silently, with wrong data, when two ranks disagree on sizes.
+2. *Split.* From the summed counts every rank computes the same division over copies, and from that the same matrix of
+   rows that each rank sends to each slot. No further negotiation; receivers know what arrives, in which order.
 3. *Dispatch.* One all-to-all of token rows, sorted by slot. 4. *Experts.* Rows grouped by slot. 5. *Combine.*
    The all-to-all in reverse, and each token sums its experts' results in the order of its own top-k list.
 
@@ -19,9 +16,8 @@ Step 5 fixes the order of summation, and `expert_mlp` makes a row's result indep
 So in float32 the output is bit-identical to one process that holds all experts, however tokens were split. In
 bfloat16 on a GPU speed comes first: all of a rank's experts are one grouped product where torch has it.
 
-Rows travel once per (token, expert). Sending a token once per rank that needs it would save up to (top_k - 1)
-/ top_k of the dispatch bytes, but not of the combine bytes, at the price of indices in the payload; this is
-the simple form.
+Rows travel once per (token, expert). Sending a token once per rank that needs it would save up to (top_k - 1) / top_k
+of the dispatch bytes, but not of the combine bytes, at the price of indices in the payload; this is the simple form.
 
 Counts travel on the CPU (gloo), rows on the device of `x` (gloo or NCCL): a group made with backend
 "cpu:gloo,cuda:nccl" serves both.
@@ -119,17 +115,14 @@ def plan_exchange(
     counts = rank_counts.sum(axis=0)
     sends = assign_sources(rank_counts, split(counts, placement, layer), placement, layer)
 
-    # Pairs sorted by expert line up with the slots sorted by expert: the first sends[slot] go to the first
-    # slot, ...
+    # Pairs sorted by expert line up with the slots sorted by expert: the first sends[slot] go to the first slot, ...
     flat = ids.ravel()
     by_expert = np.argsort(flat, kind="stable")[np.count_nonzero(flat < 0) :]
     slots = np.concatenate([np.array(s) for s in placement.slots_of(layer)])
     slot_of_pair = np.repeat(slots, sends[rank, slots])
     order = by_expert[np.argsort(slot_of_pair, kind="stable")]
     plan = ExchangePlan(sends, order, counts, rank, placement.slot_gpu)
-    if (
-        ranks > 1
-    ):  # the same arithmetic everywhere, or a difference in version or hardware: find out before sending
+    if ranks > 1:  # the same arithmetic everywhere, or a difference in version or hardware: find out before sending
         marks = _gather(np.array([_mark(sends)]), group, ranks).ravel()
         if (marks != marks[0]).any():
             raise ExchangeError(
@@ -151,9 +144,7 @@ def _gather(row, group, ranks):
 
 def _check_heads(heads, rank_counts, placement, ranks):
     if ranks != placement.num_gpus:
-        raise ExchangeError(
-            f"the group has {ranks} ranks, but the placement is for {placement.num_gpus} GPUs"
-        )
+        raise ExchangeError(f"the group has {ranks} ranks, but the placement is for {placement.num_gpus} GPUs")
     column = dict(zip(HEADER, heads.T))
     if (column["pairs"] < 0).any():
         raise ExchangeError(
@@ -211,17 +202,14 @@ def exchange_rows(rows, send, receive, group=None, out=None):
             raise ExchangeError(f"ranks disagree on (row width, dtype): {table[:, 1:3].tolist()}")
         if (sends != receives.T).any():
             a, b = np.argwhere(sends != receives.T)[0]
-            raise ExchangeError(
-                f"rank {a} sends {sends[a, b]} rows to rank {b}, which expects {receives[b, a]}"
-            )
+            raise ExchangeError(f"rank {a} sends {sends[a, b]} rows to rank {b}, which expects {receives[b, a]}")
     elif problem:
         raise ValueError(problem)
     return _all_to_all(rows, send, receive, group, out)
 
 
 def _all_to_all(rows, send, receive, group, out=None):
-    """The bare collective on contiguous buffers: a strided output would be filled wrongly by gloo, without a
-    word."""
+    """The bare collective on contiguous buffers: a strided output would be filled wrongly by gloo, without a word."""
     rows = rows.contiguous()
     shape = (sum(receive), *rows.shape[1:])
     buffer = out if out is not None and out.is_contiguous() else rows.new_empty(shape)
@@ -262,9 +250,7 @@ def _by_slot(local):
     return np.concatenate(blocks).astype(np.int64) if blocks else np.zeros(0, dtype=np.int64)
 
 
-def moe_forward(
-    x, topk_ids, topk_weights, experts, placement, layer, *, group=None, split=split_batch, stats=None
-):
+def moe_forward(x, topk_ids, topk_weights, experts, placement, layer, *, group=None, split=split_batch, stats=None):
     """One MoE layer over all ranks of `group`.
 
     x (tokens, dim), topk_ids (tokens, top_k) integers with -1 for padding, topk_weights like topk_ids;
@@ -272,8 +258,7 @@ def moe_forward(
     Collective. `stats`, a dict, receives the ExchangePlan as "plan" and the seconds of "compute" and
     "exchange" on this rank; of the exchange, "planning" is what passed before the first row was sent.
     """
-    # Ranks that share cores must not count each other's time, so on a CPU the compute clock is this thread's
-    # own.
+    # Ranks that share cores must not count each other's time, so on a CPU the compute clock is this thread's own.
     clock = time.perf_counter if x.is_cuda else time.thread_time
     start = time.perf_counter()
     rank = dist.get_rank(group) if dist.is_initialized() else 0
@@ -283,14 +268,7 @@ def moe_forward(
     if held.shape != wanted.shape or (held != wanted).any():
         refuse = ValueError(f"experts must hold {wanted.tolist()} in layer {layer}, got {held.tolist()}")
     plan = plan_exchange(
-        topk_ids,
-        placement,
-        layer,
-        width=x.shape[1],
-        dtype=x.dtype,
-        group=group,
-        split=split,
-        refuse=refuse,
+        topk_ids, placement, layer, width=x.shape[1], dtype=x.dtype, group=group, split=split, refuse=refuse
     )
     planned = time.perf_counter()
     rows = dispatch(x, topk_ids, plan, group)
@@ -317,9 +295,8 @@ def migrate(experts, moves, placement, *, group=None):
     """Carry out `moves` (list of `Move`, slots numbered in `placement`): fetch copies from their ranks, or
     from storage.
 
-    Layer by layer, so that memory for one layer's copies is enough. All copies arrive in a buffer before any
-    slot of that layer is overwritten, since the moves are simultaneous. Collective; returns the bytes this
-    rank received.
+    Layer by layer, so that memory for one layer's copies is enough. All copies arrive in a buffer before any slot of
+    that layer is overwritten, since the moves are simultaneous. Collective; returns the bytes this rank received.
     """
     rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
     gpu = placement.slot_gpu
@@ -328,16 +305,12 @@ def migrate(experts, moves, placement, *, group=None):
     for layer in sorted({move.layer for move in moves}):
         here = [move for move in moves if move.layer == layer]
         sent = sorted(
-            (m for m in here if m.source >= 0 and gpu[m.source] == rank),
-            key=lambda m: (gpu[m.target], m.target),
+            (m for m in here if m.source >= 0 and gpu[m.source] == rank), key=lambda m: (gpu[m.target], m.target)
         )
         wanted = sorted(
-            (m for m in here if m.source >= 0 and gpu[m.target] == rank),
-            key=lambda m: (gpu[m.source], m.target),
+            (m for m in here if m.source >= 0 and gpu[m.target] == rank), key=lambda m: (gpu[m.source], m.target)
         )
-        stored = [
-            (m, experts.stored(layer, m.expert)) for m in here if m.source < 0 and gpu[m.target] == rank
-        ]
+        stored = [(m, experts.stored(layer, m.expert)) for m in here if m.source < 0 and gpu[m.target] == rank]
         rows = experts.weights[layer, [int(m.source - first[rank]) for m in sent]]
         send = np.bincount([gpu[m.target] for m in sent], minlength=ranks)
         receive = np.bincount([gpu[m.source] for m in wanted], minlength=ranks)

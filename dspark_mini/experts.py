@@ -59,22 +59,14 @@ def expert_mlp(x, w_in, w_out):
 
 
 class Experts:
-    """The expert copies that one rank holds: weights (layers, slots, ...) on one device, and which expert is
-    where.
+    """The expert copies that one rank holds: weights (layers, slots, ...) on one device, and which expert is where.
 
-    `held` (layers, slots) int64 tells what is really in memory; it changes together with the weights and
-    nothing else.
+    `held` (layers, slots) int64 tells what is really in memory; it changes together with the weights and nothing else.
     """
 
     def __init__(self, held, *, dim, hidden, seed=0, dtype=torch.float32, device="cpu"):
         self.held = np.array(held, dtype=np.int64)
-        self.dim, self.hidden, self.seed, self.dtype, self.device = (
-            dim,
-            hidden,
-            seed,
-            dtype,
-            torch.device(device),
-        )
+        self.dim, self.hidden, self.seed, self.dtype, self.device = (dim, hidden, seed, dtype, torch.device(device))
         layers, slots = self.held.shape
         # One row per slot, so that a copy moves as one row of `exchange_rows`.
         self.weights = torch.zeros(layers, slots, 3 * dim * hidden, dtype=dtype, device=self.device)

@@ -5,9 +5,8 @@ page is ever too small or in the wrong place: *external* fragmentation, free mem
 zero. What remains is *internal*: the unused rest of every sequence's last page. (`ContiguousPool`, the old
 way, reserves one run of memory per sequence; it is here to be measured against.)
 
-Pages are reference-counted. A prompt prefix that many requests share is stored once; when its last user ends
-it stays cached until the memory is wanted, least recently used first. Writing into a shared page copies it
-first.
+Pages are reference-counted. A prompt prefix that many requests share is stored once; when its last user ends it stays
+cached until the memory is wanted, least recently used first. Writing into a shared page copies it first.
 
 The pool moves no data itself. It returns what to copy, as (source page, target page) pairs.
 """
@@ -58,9 +57,7 @@ class KVPool:
     def __init__(self, num_pages, page_size=16):
         self.num_pages = num_pages = check_integer(num_pages, "num_pages", 1)
         self.page_size = check_integer(page_size, "page_size", 1)
-        self._free = list(
-            range(num_pages)
-        )  # a heap: the lowest page first keeps the pool dense and runs repeatable
+        self._free = list(range(num_pages))  # a heap: the lowest page first keeps the pool dense and runs repeatable
         self._refs = [0] * num_pages
         self._fill = [0] * num_pages  # tokens written in a page
         self._pages = {}  # sequence -> pages
@@ -68,8 +65,7 @@ class KVPool:
         self._prefixes = OrderedDict()  # prefix -> (pages, tokens), least recently used first
 
     def allocate(self, sequence, tokens, prefix=None):
-        """Give a new `sequence` room for `tokens` tokens, the first of them shared with a cached `prefix` if
-        there.
+        """Give a new `sequence` room for `tokens` tokens, the first of them shared with a cached `prefix` if there.
 
         Returns (pages, hit): its page ids in order, and how many tokens the prefix already holds. Only full
         pages of a prefix are shared. Raises ValueError for a known sequence or tokens < 1, OutOfPages when
@@ -120,8 +116,7 @@ class KVPool:
         return new, copies
 
     def fork(self, sequence, child):
-        """Let `child` share all pages of `sequence` (parallel sampling); a page is copied when one of them
-        writes."""
+        """Let `child` share all pages of `sequence` (parallel sampling); a page is copied when one of them writes."""
         pages = self._get(sequence)
         if child in self._pages:
             raise ValueError(f"sequence {child!r} is already in the pool")
@@ -169,9 +164,8 @@ class KVPool:
     def compaction(self):
         """Fewest page copies after which all live pages are the lowest ones: [(source, target), ...].
 
-        Every live page at or above the number of live pages has to move, and no other has to: that is the
-        minimum. Needed to give memory back (the tail becomes free as one run), not to keep allocating.
-        `apply` carries it out.
+        Every live page at or above the number of live pages has to move, and no other has to: that is the minimum.
+        Needed to give memory back (the tail becomes free as one run), not to keep allocating. `apply` carries it out.
         """
         live = sorted(page for page in range(self.num_pages) if self._refs[page])
         limit = len(live)
@@ -218,9 +212,7 @@ class KVPool:
         self._check_room(count, held)
         while count > len(self._free):
             used = {page for pages in self._pages.values() for page in pages}.union(held)
-            victim = next(
-                p for p, (pages, _) in self._prefixes.items() if not pages or not used >= set(pages)
-            )
+            victim = next(p for p, (pages, _) in self._prefixes.items() if not pages or not used >= set(pages))
             self._drop(self._prefixes.pop(victim)[0])
         pages = [heapq.heappop(self._free) for _ in range(count)]
         for page in pages:

@@ -1,8 +1,7 @@
 """Start ranks as child processes of this one, and never leave any behind.
 
-`torchrun` is the usual way to start ranks, but it stops all of them when one dies. To lose a rank and carry
-on, the parent must be no rank itself: it hosts the store where ranks meet, watches its children, and collects
-their results.
+`torchrun` is the usual way to start ranks, but it stops all of them when one dies. To lose a rank and carry on, the
+parent must be no rank itself: it hosts the store where ranks meet, watches its children, and collects their results.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ def connect(port, timeout_s=60.0):
 
 
 def run_ranks(function, num_ranks, *args, timeout_s=120.0, may_die=()):
-    """Run `function(rank, num_ranks, port, *args)` in `num_ranks` processes; returns the list of what they
-    returned.
+    """Run `function(rank, num_ranks, port, *args)` in `num_ranks` processes; returns the list of what they returned.
 
     `function` must be importable by name. Ranks in `may_die` may die or hang: their entry is None, and they
     are killed once all others are done. Raises RanksFailed if any other rank raises or dies, or after
@@ -39,9 +37,7 @@ def run_ranks(function, num_ranks, *args, timeout_s=120.0, may_die=()):
     """
     import torch.distributed as dist
 
-    store = dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-    )
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
     if method == "forkserver":  # torch is imported once, not once per rank
@@ -51,17 +47,13 @@ def run_ranks(function, num_ranks, *args, timeout_s=120.0, may_die=()):
     try:
         for rank in range(num_ranks):
             reader, writer = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_child, args=(writer, function, rank, num_ranks, store.port, args)
-            )
+            process = context.Process(target=_child, args=(writer, function, rank, num_ranks, store.port, args))
             process.start()
             writer.close()
             ranks[reader] = (rank, process)
         must = set(range(num_ranks)) - set(may_die)
         while not must <= done:
-            ready = wait(
-                [r for r, (rank, _) in ranks.items() if rank not in done], timeout=end - time.monotonic()
-            )
+            ready = wait([r for r, (rank, _) in ranks.items() if rank not in done], timeout=end - time.monotonic())
             if not ready:
                 raise RanksFailed(f"ranks {sorted(must - done)} were not done after {timeout_s} s")
             for reader in ready:

@@ -3,9 +3,8 @@
 The set F_i of the exact recurrence (`recurrence.py`) is cut to one state: a single pass t <- t + c(r_i, w_i)
 e_{w_i}, whose whole art is the order and the choice of w_i:
 
-1. after the few requests that are a quarter of a step by themselves, a request with a KV cache stays with it
-   while that worker is below the lower bound T of the step; over T, those that lose least by moving, per
-   second of work, leave;
+1. after the few requests that are a quarter of a step by themselves, a request with a KV cache stays with it while that
+   worker is below the lower bound T of the step; over T, those that lose least by moving, per second of work, leave;
 2. requests that share a prefix fill a worker to T before the next worker has to compute the prefix too: a hot
    prefix spills to as many workers as it needs, and to no more;
 3. all others, longest first, go where they finish first (LPT), which evens out what 1 and 2 left uneven;
@@ -27,9 +26,8 @@ SWAPS = 200  # most moves or swaps of step 4
 def _best_schedule(problem, bound):
     """The best of a few list schedules: workers filled to the bound, and to somewhat above it.
 
-    Whole requests seldom fill a worker exactly to the bound, and what is left over then opens workers that
-    pay for a prefix or a fetch. A large batch gets one second attempt, a small one a bisection for the lowest
-    level that holds.
+    Whole requests seldom fill a worker exactly to the bound, and what is left over then opens workers that pay for a
+    prefix or a fetch. A large batch gets one second attempt, a small one a bisection for the lowest level that holds.
     """
     best, low, high = None, 1.0, None
     for attempt in range(2 if len(problem.requests) > 256 else 9):
@@ -113,18 +111,12 @@ def _list_schedule(problem, bound, slack=1.0):
     homed = np.flatnonzero((p.kv_tokens > 0) & (worker < 0))
     if len(homed):
         link = p.topology.inter if p.topology.num_nodes > 1 else p.topology.intra
-        leave = np.minimum(p.kv_tokens * p.token_s.min(), link.latency_s + p.kv_bytes / link.bytes_per_s)[
-            homed
-        ]
+        leave = np.minimum(p.kv_tokens * p.token_s.min(), link.latency_s + p.kv_bytes / link.bytes_per_s)[homed]
         order = homed[np.lexsort((homed, -leave / p.tokens[homed], p.home[homed]))]
         evicted = []
         for r in order.tolist():
             w, seconds = home[r], tokens[r] * token_s[home[r]]
-            if (
-                time[w] + seconds <= limit
-                and tokens[r] <= free[w]
-                and (prefix[r] < 0 or w in holds[prefix[r]])
-            ):
+            if time[w] + seconds <= limit and tokens[r] <= free[w] and (prefix[r] < 0 or w in holds[prefix[r]]):
                 assign(r, w, seconds, tokens[r])
             else:
                 evicted.append(r)
@@ -190,8 +182,7 @@ def _list_schedule(problem, bound, slack=1.0):
 
 
 def _improve(problem, worker, bound):
-    """Step 4, in place: relieve the busiest worker by a move or a swap with one of the idlest, while that
-    helps.
+    """Step 4, in place: relieve the busiest worker by a move or a swap with one of the idlest, while that helps.
 
     Only requests whose cost does not depend on who shares the worker (no prefix) and that are not held by a
     KV cache take part; the others are where they are for a reason that this step does not see.
@@ -219,9 +210,7 @@ def _improve(problem, worker, bound):
                 continue
             mine, other = p.tokens[members(top)], p.tokens[members(low)]
             give, take = mine[:, None], np.concatenate([[0], other])[None, :]
-            after = np.maximum(
-                busy[top] - (give - take) * p.token_s[top], busy[low] + (give - take) * p.token_s[low]
-            )
+            after = np.maximum(busy[top] - (give - take) * p.token_s[top], busy[low] + (give - take) * p.token_s[low])
             after = np.where((give - take <= free[low]) & (take - give <= free[top]), after, np.inf)
             i, j = np.unravel_index(after.argmin(), after.shape)
             if after[i, j] < busy[top] * (1 - 1e-9) and (best is None or after[i, j] < best[0]):

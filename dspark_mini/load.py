@@ -39,8 +39,7 @@ def count_tokens(topk_ids, num_experts, mask=None):
 
 
 def balancedness(gpu_load):
-    """Mean GPU load divided by the largest GPU load, over the last axis; 1 is perfect, and so is no load at
-    all.
+    """Mean GPU load divided by the largest GPU load, over the last axis; 1 is perfect, and so is no load at all.
 
     Raises ValueError unless all loads are finite and not negative, and there is at least one GPU.
     """
@@ -57,19 +56,15 @@ def balancedness(gpu_load):
 
 
 class LoadTracker:
-    """Running expert load of every layer: exact int64 totals, and a decayed estimate that follows the
-    traffic.
+    """Running expert load of every layer: exact int64 totals, and a decayed estimate that follows the traffic.
 
-    `half_life` is the number of counted tokens after which an observation weighs half (None: it never fades).
-    Decay by tokens, not by steps, makes one large prefill weigh as much as the many decode steps that equal
-    it.
+    `half_life` is the number of counted tokens after which an observation weighs half (None: it never fades). Decay by
+    tokens, not by steps, makes one large prefill weigh as much as the many decode steps that equal it.
     """
 
     def __init__(self, num_layers, num_experts, *, half_life=None, warmup_steps=0):
         if num_layers < 1 or num_experts < 1:
-            raise ValueError(
-                f"num_layers and num_experts must be positive, got {num_layers} and {num_experts}"
-            )
+            raise ValueError(f"num_layers and num_experts must be positive, got {num_layers} and {num_experts}")
         if half_life is not None and not half_life > 0:
             raise ValueError(f"half_life must be a positive number of tokens or None, got {half_life}")
         self.counts = np.zeros((num_layers, num_experts), dtype=np.int64)
@@ -79,8 +74,7 @@ class LoadTracker:
         self.steps = 0
 
     def update(self, counts):
-        """Add one step's `counts` (layers, experts), whole numbers of tokens; the first `warmup_steps` are
-        ignored."""
+        """Add one step's `counts` (layers, experts), whole numbers of tokens; the first `warmup_steps` are ignored."""
         counts = np.asarray(counts)
         if counts.shape != self.counts.shape:
             raise ValueError(f"counts must have shape {self.counts.shape}, got {counts.shape}")

@@ -8,8 +8,7 @@ mean. Both halves are NP-hard to do perfectly, and cheap to do nearly perfectly:
 2. *Pack*: heaviest copy first, into the least-loaded GPU with a free slot.
 3. *Swap*: pair heavy GPUs with light ones, and in every pair exchange the two copies whose difference in load
    is closest to half the difference between the GPUs. All pairs of all layers take one numpy step.
-4. *Replicate again*, with other rounding, where a layer is still short of its bound, and keep the better
-   plan.
+4. *Replicate again*, with other rounding, where a layer is still short of its bound, and keep the better plan.
 5. *Explore*, in small problems that are still short: give one expert a copy less and another one more, in all
    ways, pack and swap each, and go on from the best.
 
@@ -40,18 +39,15 @@ def place(load, *, num_gpus, num_slots, num_nodes=1, num_groups=1):
     load       (layers, experts): tokens, seconds, or any measure of work per expert; a layer with no load at
                all is planned as if every expert had the same
     num_gpus   GPUs that share the experts of every layer
-    num_slots  expert slots over all GPUs, at least one per expert; need not divide by num_gpus (see
-               `Placement`)
+    num_slots  expert slots over all GPUs, at least one per expert; need not divide by num_gpus (see `Placement`)
     num_nodes, num_groups
-               group-limited routing (DeepSeek-V3): with more than one of each, and groups divisible by nodes,
-               all the experts of a group stay on one node, and each node is planned by itself; otherwise
-               nodes play no part
+               group-limited routing (DeepSeek-V3): with more than one of each, and groups divisible by nodes, all the
+               experts of a group stay on one node, and each node is planned by itself; otherwise nodes play no part
 
-    Copies of one expert are on distinct GPUs as long as there are GPUs enough. `balancedness` is never below
-    that of greedy replicate-and-pack. With equal splits the two promises can contradict each other (loads 3,
-    2, 1 on two GPUs of two slots: the greedy plan wins by putting both copies of the first expert on one
-    GPU); there the plan carries unequal shares, which `split_batch` also finds by itself. Raises ValueError
-    for impossible arguments.
+    Copies of one expert are on distinct GPUs as long as there are GPUs enough. `balancedness` is never below that of
+    greedy replicate-and-pack. With equal splits the two promises can contradict each other (loads 3, 2, 1 on two GPUs
+    of two slots: the greedy plan wins by putting both copies of the first expert on one GPU); there the plan carries
+    unequal shares, which `split_batch` also finds by itself. Raises ValueError for impossible arguments.
     """
     load = check_load(load)
     num_experts = load.shape[1]
@@ -85,8 +81,7 @@ def _check_positive(**values):
 
 
 def _place_flat(load, num_gpus, num_slots):
-    """Steps 1 to 5 for loads (layers, experts) > 0 in sum; returns slot_expert and share, both (layers,
-    slots)."""
+    """Steps 1 to 5 for loads (layers, experts) > 0 in sum; returns slot_expert and share, both (layers, slots)."""
     num_experts = load.shape[1]
     if num_slots >= num_experts * num_gpus:
         return _everything_everywhere(*load.shape, num_gpus, num_slots)
@@ -168,8 +163,7 @@ def _explore(plan, peak, load, goal):
 
 
 def _place_by_group(load, num_gpus, num_slots, num_nodes, num_groups):
-    """Whole groups to nodes first (as balanced as swaps make them), then each node as a small cluster of its
-    own."""
+    """Whole groups to nodes first (as balanced as swaps make them), then each node as a small cluster of its own."""
     layers, num_experts = load.shape
     size = num_experts // num_groups
     group_load = load.reshape(layers, num_groups, size).sum(axis=2)
@@ -177,10 +171,7 @@ def _place_by_group(load, num_gpus, num_slots, num_nodes, num_groups):
     swapped = greedy.copy()
     _swap(swapped, group_load, np.zeros(layers), ROUNDS)
     best = None
-    for groups in (
-        swapped,
-        greedy,
-    ):  # the greedy assignment last: its plan is never below the hierarchical baseline
+    for groups in (swapped, greedy):  # the greedy assignment last: its plan is never below the hierarchical baseline
         experts = (groups[..., None] * size + np.arange(size)).reshape(layers * num_nodes, -1)
         local = np.take_along_axis(np.repeat(load, num_nodes, axis=0), experts, 1)
         local = np.where(local.sum(axis=1, keepdims=True) > 0, local, 1e-12)
@@ -236,12 +227,10 @@ def _pack(load, copies, num_gpus):
 
 
 def _swap(plan, load, goal, rounds):
-    """Pairwise exchanges, in place, until no GPU is above `goal` (layers,) or the rounds are used up; returns
-    the peak.
+    """Pairwise exchanges, in place, until no GPU is above `goal` (layers,) or the rounds are used up; returns the peak.
 
-    The heavier GPU of a pair gives copy i and takes copy j. That moves w_i - w_j of load; the pair is level
-    when this is half its difference d, and the pair's maximum falls whenever 0 < w_i - w_j < 2 * d / 2. So a
-    swap never hurts.
+    The heavier GPU of a pair gives copy i and takes copy j. That moves w_i - w_j of load; the pair is level when this
+    is half its difference d, and the pair's maximum falls whenever 0 < w_i - w_j < 2 * d / 2. So a swap never hurts.
     """
     _, num_gpus, k = plan.shape
     weight = _weights(plan, load)
@@ -252,17 +241,14 @@ def _swap(plan, load, goal, rounds):
         return peak
     missing = plan < 0
     for turn in range(rounds):
-        # Eight turns pair everyone with eight partners; a layer still far off needs other copies, not more
-        # swaps.
+        # Eight turns pair everyone with eight partners; a layer still far off needs other copies, not more swaps.
         act = np.flatnonzero((peak > goal) & ((turn < 8) | (peak < 1.03 * goal)))
         if len(act) == 0:
             break
         order = np.argsort(gpu_load[act], axis=1, kind="stable")
         # Heaviest with lightest first; then every heavy GPU meets a different light one each turn.
         heavy, light = order[:, ::-1][:, :pairs], np.roll(order[:, :pairs], turn, axis=1)
-        row, column = np.nonzero(
-            np.take_along_axis(gpu_load[act], heavy, 1) > goal[act, None]
-        )  # the others are done
+        row, column = np.nonzero(np.take_along_axis(gpu_load[act], heavy, 1) > goal[act, None])  # the others are done
         layer, h, g = act[row], heavy[row, column], light[row, column]
         half = (gpu_load[layer, h] - gpu_load[layer, g]) / 2
         give, take = weight[layer, h] - half[:, None], weight[layer, g]
@@ -341,12 +327,10 @@ def _next_duplicate(rows):
 
 
 def _unequal(plan, load, num_gpus):
-    """A plan of one layer with distinct copies and unequal shares, no worse than `plan` (gpus, k) with
-    duplicates.
+    """A plan of one layer with distinct copies and unequal shares, no worse than `plan` (gpus, k) with duplicates.
 
-    Two copies on one GPU become one copy with both shares; the slot that falls free takes another expert's
-    copy with share 0. The GPU loads have not changed, and now that shares may differ, water-filling can only
-    lower the peak.
+    Two copies on one GPU become one copy with both shares; the slot that falls free takes another expert's copy with
+    share 0. The GPU loads have not changed, and now that shares may differ, water-filling can only lower the peak.
     """
     num_experts = len(load)
     copies = np.bincount(plan[plan >= 0], minlength=num_experts)

@@ -64,16 +64,12 @@ class Placement:
         if self.num_nodes < 1 or self.num_gpus % self.num_nodes:
             raise ValueError(f"num_nodes must divide num_gpus ({self.num_gpus}), got {self.num_nodes}")
         if slots.min() < 0 or slots.max() >= load.shape[1]:
-            raise ValueError(
-                f"slot_expert must lie in 0 .. {load.shape[1] - 1}, got {slots.min()} .. {slots.max()}"
-            )
+            raise ValueError(f"slot_expert must lie in 0 .. {load.shape[1] - 1}, got {slots.min()} .. {slots.max()}")
         copies = _count_rows(slots, load.shape[1])
         if (copies == 0).any():
             layer, expert = np.argwhere(copies == 0)[0]
             raise ValueError(f"slot_expert must hold every expert, but layer {layer} lacks expert {expert}")
-        share = (
-            1.0 / np.take_along_axis(copies, slots, 1) if self.share is None else np.array(self.share, float)
-        )
+        share = 1.0 / np.take_along_axis(copies, slots, 1) if self.share is None else np.array(self.share, float)
         if share.shape != slots.shape:
             raise ValueError(f"share must have shape {slots.shape}, got {share.shape}")
         for array, name in ((slots, "slot_expert"), (load, "load"), (share, "share"), (copies, "_copies")):
@@ -97,9 +93,7 @@ class Placement:
 
     def gpu_load_of(self, load, share=None):
         """GPU loads (layers, gpus) under another `load` (layers, experts), each expert split by `share`."""
-        slot_load = np.take_along_axis(check_load(load), self.slot_expert, 1) * (
-            self.share if share is None else share
-        )
+        slot_load = np.take_along_axis(check_load(load), self.slot_expert, 1) * (self.share if share is None else share)
         return np.add.reduceat(slot_load, np.searchsorted(self.slot_gpu, np.arange(self.num_gpus)), axis=1)
 
     @property
@@ -111,10 +105,9 @@ class Placement:
     def bound(self):
         """(layers,) float64: no placement of these experts in as many slots has a higher balancedness.
 
-        The busiest GPU does at least the mean. It also does at least what the heaviest copy does, and the
-        heaviest copy is lightest when spare slots go, one by one, to the expert whose copies are heaviest
-        (exact for this min-max apportionment). Holds for equal and for unequal splits of an expert over its
-        copies.
+        The busiest GPU does at least the mean. It also does at least what the heaviest copy does, and the heaviest copy
+        is lightest when spare slots go, one by one, to the expert whose copies are heaviest (exact for this min-max
+        apportionment). Holds for equal and for unequal splits of an expert over its copies.
         """
         mean = self.load.sum(axis=1) / self.num_gpus
         slots = min(self.num_slots, self.num_gpus * self.num_experts)  # further ones repeat what a GPU holds
@@ -131,8 +124,7 @@ class Placement:
         return self._cache[layer]
 
     def digest(self):
-        """A 63-bit fingerprint of (slot_expert, num_gpus, num_nodes): ranks compare it before they exchange
-        data."""
+        """A 63-bit fingerprint of (slot_expert, num_gpus, num_nodes): ranks compare it before they exchange data."""
         if "digest" not in self._cache:
             hashed = hashlib.sha256(self.slot_expert.astype("<i8").tobytes())
             hashed.update(repr((self.slot_expert.shape, self.num_gpus, self.num_nodes)).encode())
@@ -175,9 +167,8 @@ def _replicate(load, num_slots, cap, offset=0.0):
     """Copies (layers, experts) that use all slots: each spare goes to the expert with the largest load /
     (copies + offset).
 
-    Offset 0 makes the heaviest copy as light as any rule can. Negative offsets give the hottest experts fewer
-    copies and the warm ones more: the heaviest copy grows, but fewer GPUs hold a copy so heavy that nothing
-    fits beside it.
+    Offset 0 makes the heaviest copy as light as any rule can. Negative offsets give the hottest experts fewer copies
+    and the warm ones more: the heaviest copy grows, but fewer GPUs hold a copy so heavy that nothing fits beside it.
     """
     layers, num_experts = load.shape
     rows = np.arange(layers)
@@ -205,11 +196,9 @@ def _gpu_load(plan, load):
 
 
 def moves_between(held, new):
-    """The copies that `new` (a Placement) adds to `held` (layers, slots; -1 for a free slot of the same
-    layout).
+    """The copies that `new` (a Placement) adds to `held` (layers, slots; -1 for a free slot of the same layout).
 
-    Each comes from a slot of `held`, on the target's node where possible, else the lowest; -1 if nobody holds
-    it.
+    Each comes from a slot of `held`, on the target's node where possible, else the lowest; -1 if nobody holds it.
     """
     node = new.slot_gpu // (new.num_gpus // new.num_nodes)
     moves = []

@@ -57,9 +57,7 @@ class Request:
         # plain ints, the common case, pass at once.
         for name in ("tokens", "kv_tokens", "kv_worker", "prefix_tokens"):
             value = getattr(self, name)
-            if (type(value) is not int or not -INT64 <= value <= INT64) and not (
-                value is None and name == "kv_worker"
-            ):
+            if (type(value) is not int or not -INT64 <= value <= INT64) and not (value is None and name == "kv_worker"):
                 check_integer(value, f"{name} of a Request")
         if type(self.kv_bytes) is not int or self.kv_bytes < 0:
             check_number(self.kv_bytes, "kv_bytes of a Request")
@@ -81,13 +79,11 @@ class Worker:
 class Plan:
     """The result of `plan_batch`.
 
-    worker         (requests,) int64: worker of each request, -1 where no worker has memory for it in this
-                   step
+    worker         (requests,) int64: worker of each request, -1 where no worker has memory for it in this step
     busy_s         (workers,) float64: predicted finish time of each worker, queued work included
     lower_bound_s  no plan that serves these requests has a shorter step
     exact          True if the full recurrence was solved: then the step is optimal
-    moved          requests whose KV cache leaves its worker; `copied` of them over the links, the others
-                   recomputed
+    moved          requests whose KV cache leaves its worker; `copied` of them over the links, the others recomputed
     """
 
     worker: np.ndarray
@@ -141,9 +137,7 @@ class _Problem:
         self.tokens = np.array([r.tokens for r in self.requests], dtype=np.int64).reshape(n)
         self.kv_tokens = np.array([r.kv_tokens for r in self.requests], dtype=np.int64).reshape(n)
         self.kv_bytes = np.array([r.kv_bytes for r in self.requests], dtype=np.float64).reshape(n)
-        self.home = np.array(
-            [-1 if r.kv_worker is None else r.kv_worker for r in self.requests], dtype=np.int64
-        )
+        self.home = np.array([-1 if r.kv_worker is None else r.kv_worker for r in self.requests], dtype=np.int64)
         self.home = self.home.reshape(n)
         for name, array, low in (
             ("tokens", self.tokens, 1),
@@ -180,13 +174,10 @@ class _Problem:
         ).reshape(len(sizes), w)
 
     def fetch(self, r, w):
-        """Seconds to have the KV cache of requests r on workers w (arrays), and where it is copied, not
-        recomputed."""
+        """Seconds to have the KV cache of requests r on workers w (arrays), and where it is copied, not recomputed."""
         link = [self.topology.intra, self.topology.inter]
         across = (self.topology.node_of(self.home[r]) != self.topology.node_of(w)).astype(int)
-        latency, rate = (
-            np.array([getattr(x, name) for x in link])[across] for name in ("latency_s", "bytes_per_s")
-        )
+        latency, rate = (np.array([getattr(x, name) for x in link])[across] for name in ("latency_s", "bytes_per_s"))
         copy = latency + self.kv_bytes[r] / rate
         again = self.kv_tokens[r] * self.token_s[w]
         away = (self.home[r] != w) & (self.kv_tokens[r] > 0)
@@ -222,9 +213,8 @@ def plan_batch(requests, workers, topology):
     requests  sequence of `Request`; workers: sequence of `Worker`, worker w being GPU w of `topology`
     topology  a `Topology`: what it costs to move a KV cache
 
-    Returns a `Plan`. Memory is never exceeded; requests that fit nowhere are deferred (worker -1). KV caches
-    stay where they are unless moving shortens the step. Ties go to the lower index. Raises ValueError for bad
-    input.
+    Returns a `Plan`. Memory is never exceeded; requests that fit nowhere are deferred (worker -1). KV caches stay where
+    they are unless moving shortens the step. Ties go to the lower index. Raises ValueError for bad input.
     """
     problem = _Problem(requests, workers, topology)
     if not problem.requests:
@@ -243,12 +233,7 @@ def plan_batch(requests, workers, topology):
     moved = np.flatnonzero(served & (problem.kv_tokens > 0) & (worker != problem.home))
     copied = moved[problem.fetch(moved, worker[moved])[1]]
     return Plan(
-        worker,
-        busy,
-        float(busy.max()) if exact else bound,
-        exact,
-        tuple(moved.tolist()),
-        tuple(copied.tolist()),
+        worker, busy, float(busy.max()) if exact else bound, exact, tuple(moved.tolist()), tuple(copied.tolist())
     )
 
 
@@ -266,9 +251,7 @@ def _lower_bound(problem):
     leave = np.minimum(link.latency_s + p.kv_bytes / link.bytes_per_s, p.kv_tokens * fast)
     leave = np.where(p.kv_tokens > 0, leave, 0.0)
     # A single request needs the prefix, if nobody has it, and its own tokens, on the least busy worker.
-    alone = own + np.where(
-        p.prefix >= 0, np.append(p.prefix_tokens * ~p.cached.any(axis=1), 0)[p.prefix] * fast, 0.0
-    )
+    alone = own + np.where(p.prefix >= 0, np.append(p.prefix_tokens * ~p.cached.any(axis=1), 0)[p.prefix] * fast, 0.0)
     alone = p.load.min() + alone + leave
     alone = np.where(p.kv_tokens > 0, np.minimum(alone, p.load[p.home] + own), alone)
     low = max(float(p.load.max()), float(alone.max()))
@@ -281,9 +264,7 @@ def _lower_bound(problem):
     last = np.searchsorted(p.home[order], np.arange(workers), side="right")
     group = np.bincount(p.prefix[p.prefix >= 0], own[p.prefix >= 0], len(p.prefix_tokens))
     once = p.prefix_tokens * fast
-    others_load = np.sort(
-        np.where(p.cached, np.inf, p.load), axis=1
-    )  # per prefix, workers without it, roomiest first
+    others_load = np.sort(np.where(p.cached, np.inf, p.load), axis=1)  # per prefix, workers without it, roomiest first
     nobody = ~p.cached.any(axis=1)
     total = own.sum()
 

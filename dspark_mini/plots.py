@@ -72,15 +72,11 @@ def four_way_figure(speedups, title=""):
     kernel, scheduler, both = (speedups[name] for name in ("kernel", "scheduler", "both"))
     names = ["neither", "kernel\nonly", "scheduler\nonly", "both", "if gains\nadded", "if they\nmultiplied"]
     values = [1.0, kernel, scheduler, both, kernel + scheduler - 1, kernel * scheduler]
-    bars = axis.bar(
-        names, values, color=[GREY, SKY, ORANGE, BLUE, "white", "white"], edgecolor="black", width=0.7
-    )
+    bars = axis.bar(names, values, color=[GREY, SKY, ORANGE, BLUE, "white", "white"], edgecolor="black", width=0.7)
     for bar in bars[4:]:
         bar.set_hatch("//")
     axis.bar_label(bars, [f"{v:.2f}" for v in values], fontsize=11, padding=2)
-    axis.axhspan(
-        1.2, 1.3, color=GREEN, alpha=0.2, linewidth=0, zorder=0, label="the article: 20-30 % for each alone"
-    )
+    axis.axhspan(1.2, 1.3, color=GREEN, alpha=0.2, linewidth=0, zorder=0, label="the article: 20-30 % for each alone")
     axis.legend(fontsize=10, loc="upper left", frameon=False)
     axis.set_ylabel("throughput, neither = 1")
     axis.set_ylim(0, max(values) * 1.3)
@@ -96,9 +92,7 @@ def regimes_figure(cases):
     for i, (impl, colour) in enumerate((("kernel", SKY), ("scheduler", ORANGE), ("both", BLUE))):
         values = [c[impl] for c in cases.values()]
         gains = [v - 1 for v in values]
-        bars = axis.barh(
-            place + (i - 1) * width, gains, width, left=1, color=colour, label=impl, edgecolor="black"
-        )
+        bars = axis.barh(place + (i - 1) * width, gains, width, left=1, color=colour, label=impl, edgecolor="black")
         axis.bar_label(bars, [f"{v:.2f}" for v in values], fontsize=10, padding=2)
     axis.axvline(1, color="black", linewidth=1)
     axis.set_yticks(place, list(cases))
@@ -125,8 +119,7 @@ def heat_figure(counts, title=""):
 
 
 def levels_figure(parts, labels, level=None, title="", marked=None, unit="GPU", ylabel="tokens"):
-    """Stacked bars: parts[gpu] is a list of (label index, amount); `level` draws a line, `marked` outlines a
-    label."""
+    """Stacked bars: parts[gpu] is a list of (label index, amount); `level` draws a line, `marked` outlines a label."""
     figure, axis = _figure(8.0, 3.8)
     for gpu, stack in enumerate(parts):
         base = 0.0
@@ -198,8 +191,7 @@ def survival_figure(history, ranks, lost):
     base = np.zeros(len(history))
     for rank in range(ranks):
         tokens = np.array(
-            [h["rank_tokens"][h["members"].index(rank)] if rank in h["members"] else 0 for h in history],
-            dtype=float,
+            [h["rank_tokens"][h["members"].index(rank)] if rank in h["members"] else 0 for h in history], dtype=float
         )
         axis.bar(
             steps,

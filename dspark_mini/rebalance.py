@@ -32,8 +32,7 @@ def rebalance(placement, load, *, max_moves=None, target=None, move_cost=0.0):
 
     load       (layers, experts), same shape as the placement's own
     max_moves  most copies to move per layer (None: no limit)
-    target     stop in every layer that has reached this balancedness, 0 < target <= 1 (None: go on while it
-               pays)
+    target     stop in every layer that has reached this balancedness, 0 < target <= 1 (None: go on while it pays)
     move_cost  what one moved copy costs, in the units of `load`: a layer's moves are made only if they lower
                the load of its busiest GPU by more than `move_cost` times their number
 
@@ -91,16 +90,10 @@ def shrink(placement, lost_gpus, load=None, *, slots_per_gpu=None):
         raise ValueError(f"load must have the placement's shape {placement.load.shape}, got {load.shape}")
     num_experts, layers = placement.num_experts, placement.num_layers
     needed = -(-num_experts // len(alive))
-    k = (
-        max(-(-placement.num_slots // placement.num_gpus), needed)
-        if slots_per_gpu is None
-        else int(slots_per_gpu)
-    )
+    k = max(-(-placement.num_slots // placement.num_gpus), needed) if slots_per_gpu is None else int(slots_per_gpu)
     held = _slots_per_gpu(placement.num_slots, placement.num_gpus)[alive]
     if k < max(needed, held.max()):
-        raise ValueError(
-            f"slots_per_gpu must be at least {max(needed, held.max())} for {len(alive)} GPUs, got {k}"
-        )
+        raise ValueError(f"slots_per_gpu must be at least {max(needed, held.max())} for {len(alive)} GPUs, got {k}")
     kept = np.full((layers, len(alive), k), -1)
     for new, old in enumerate(alive):
         kept[:, new, : held[new]] = placement.slot_expert[:, placement.slot_gpu == old]
@@ -108,11 +101,9 @@ def shrink(placement, lost_gpus, load=None, *, slots_per_gpu=None):
 
 
 def rebuild(held, load):
-    """Complete what GPUs hold now, `held` (layers, gpus, slots) with -1 for a free slot, to a full plan for
-    `load`.
+    """Complete what GPUs hold now, `held` (layers, gpus, slots) with -1 for a free slot, to a full plan for `load`.
 
-    Returns (Placement, list of Move); slots in the moves are numbered in the new placement, before and after
-    alike.
+    Returns (Placement, list of Move); slots in the moves are numbered in the new placement, before and after alike.
     """
     layers, num_gpus, _ = held.shape
     plan = held.copy()
@@ -167,9 +158,7 @@ def _descend(before, load, max_moves, target, move_cost):
     first = _gpu_load(before, load).max(axis=1)
     best = MIN_GAIN * first  # net gain of `result`; nothing is taken below the noise
     at_home = np.zeros((layers, num_experts + 1, num_gpus), dtype=bool)
-    at_home[np.arange(layers)[:, None, None], before, np.arange(num_gpus)[None, :, None]] = (
-        True  # -1 is the extra row
-    )
+    at_home[np.arange(layers)[:, None, None], before, np.arange(num_gpus)[None, :, None]] = True  # -1 is the extra row
     act = np.flatnonzero((mean > 0) & (first > goal))
     for _ in range(4 * num_slots):
         if len(act) == 0 or budget == 0:
@@ -206,8 +195,7 @@ def _take_back(before, after, load, limit):
 
 
 def _best_step(plan, load, goal, budget):
-    """Make the best step in every layer, in place; returns (layers,) bool, False where none lowers the
-    potential."""
+    """Make the best step in every layer, in place; returns (layers,) bool, False where none lowers the potential."""
     layers, num_gpus, k = plan.shape
     num_experts = load.shape[1]
     row = np.arange(layers)
@@ -256,9 +244,7 @@ def _best_step(plan, load, goal, budget):
 
     # The hot GPU gives up a spare copy for a copy of any expert it lacks: one move.
     drop = above(hot_over[:, None, None] - hot_weight[:, :, None] + arrival[:, None, :num_experts])
-    drop += (
-        fall_of[:, None, :num_experts] - above(hot_over)[:, None, None] + cost_of_loss[row, hot][:, :, None]
-    )
+    drop += fall_of[:, None, :num_experts] - above(hot_over)[:, None, None] + cost_of_loss[row, hot][:, :, None]
     present = np.zeros((layers, num_experts + 1), dtype=bool)
     present[row[:, None], hot_slots] = True
     drop[present[:, None, :num_experts] | ~can_lose[row, hot][:, :, None]] = np.inf
@@ -281,10 +267,7 @@ def _best_step(plan, load, goal, budget):
             else:
                 i, gpu, j = np.unravel_index(best[choice][layer], (k, num_gpus, k))
                 if choice == 0:
-                    plan[layer, hot[layer], i], plan[layer, gpu, j] = (
-                        plan[layer, gpu, j],
-                        plan[layer, hot[layer], i],
-                    )
+                    plan[layer, hot[layer], i], plan[layer, gpu, j] = (plan[layer, gpu, j], plan[layer, hot[layer], i])
                 else:
                     plan[layer, gpu, j] = plan[layer, hot[layer], i]
             now = _gpu_load(plan[layer][None], load[layer][None])[0]

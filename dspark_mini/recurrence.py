@@ -54,8 +54,7 @@ def _recurrence(problem, known):
                 m[:, w] -= need[r, w] + extra
                 h[:, w] = True
                 ok = (m[:, w] >= 0) & (t[:, w] <= limit)
-                # What is left needs at least `cheapest` in all: not even perfect spreading would save other
-                # states.
+                # What is left needs at least `cheapest` in all: not even perfect spreading would save other states.
                 if deferrals == 0:
                     ok &= (t.sum(axis=1) + cheapest[step + 1]) / workers <= limit
                 at = np.flatnonzero(ok)

@@ -12,16 +12,14 @@ When a peer dies, gloo raises in all ranks that talk to it; when it hangs, they 
    not on it, a rank that woke up too late, leaves for good.
 3. *Repair.* Form the new group, tell each other which experts are really in memory (a migration may have been
    cut off half-way), complete the placement, and fetch what is missing from a survivor or from storage.
-4. *Resume.* Finished requests have been delivered already; those of the lost rank start again on the
-   survivors.
+4. *Resume.* Finished requests have been delivered already; those of the lost rank start again on the survivors.
 
 Decisions are made on rank 0 of the group and broadcast: after a broken step, counters may differ between
 ranks. All else is deterministic, and a token's result does not depend on where it is computed, so the outputs
 are those of an undisturbed run.
 
-The model is the smallest thing with real routing: embedding, MoE layers with a residual and a norm, and a
-head whose arg-max is the next token. The hidden state carries over from token to token; there is no
-attention.
+The model is the smallest thing with real routing: embedding, MoE layers with a residual and a norm, and a head whose
+arg-max is the next token. The hidden state carries over from token to token; there is no attention.
 """
 
 from __future__ import annotations
@@ -171,13 +169,7 @@ def reference_outputs(config, jobs, device="cpu"):
         for layer in range(config.num_layers):
             ids, weights = model.route(state, layer)
             moe = moe_reference(
-                state,
-                ids,
-                weights,
-                layer,
-                num_experts=config.num_experts,
-                hidden=config.hidden,
-                seed=config.seed,
+                state, ids, weights, layer, num_experts=config.num_experts, hidden=config.hidden, seed=config.seed
             )
             state = _norm(state + moe)
         for p, s, t in zip(batch, state, model.leave(state)):
@@ -200,8 +192,7 @@ class _Evicted(Exception):
 
 
 class Runtime:
-    """One rank of the loop. `me` is its name for life (its first rank); `members` are the names still in the
-    group."""
+    """One rank of the loop. `me` is its name for life (its first rank); `members` are the names still in the group."""
 
     def __init__(self, me, num_ranks, store, config, jobs, options):
         self.me, self.store, self.config, self.jobs, self.options = me, store, config, jobs, options
@@ -248,7 +239,9 @@ class Runtime:
     def _join(self):
         if self.device != "cpu":
             torch.cuda.set_device(self.device)
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # whom to blame is decided here, not by a watchdog
+            os.environ.setdefault(
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
+            )  # whom to blame is decided here, not by a watchdog
         dist.init_process_group(
             "gloo" if self.device == "cpu" else "cpu:gloo,cuda:nccl",
             store=dist.PrefixStore(f"group/{self.epoch}", self.store),
@@ -265,11 +258,7 @@ class Runtime:
         self.placement = place(load, num_gpus=ranks, num_slots=slots * ranks)
         held = self.placement.slot_expert.reshape(self.config.num_layers, ranks, slots)[:, self.me]
         self.experts = Experts(
-            held,
-            dim=self.config.dim,
-            hidden=self.config.hidden,
-            seed=self.config.seed,
-            device=self.device,
+            held, dim=self.config.dim, hidden=self.config.hidden, seed=self.config.seed, device=self.device
         )
         self._assign(range(len(self.jobs)))
 
@@ -284,8 +273,7 @@ class Runtime:
         state = torch.zeros(0, self.config.dim, device=self.device)
         if batch:
             state = self.model.enter(
-                torch.stack([p.state for p in batch]),
-                torch.tensor([p.next_token for p in batch], device=self.device),
+                torch.stack([p.state for p in batch]), torch.tensor([p.next_token for p in batch], device=self.device)
             )
         counts, tokens = [], np.zeros(len(self.members), dtype=np.int64)
         for layer in range(self.config.num_layers):
@@ -302,9 +290,7 @@ class Runtime:
             if not self.progress[j].left:
                 self.store.set(f"result/{j}", json.dumps(self.progress.pop(j).output))
         self.tracker.update(np.stack(counts))
-        self.history.append(
-            {"step": self.step, "members": list(self.members), "rank_tokens": tokens.tolist()}
-        )
+        self.history.append({"step": self.step, "members": list(self.members), "rank_tokens": tokens.tolist()})
         self.step += 1
         if self.options.rebalance_every and self.step % self.options.rebalance_every == 0:
             self._rebalance()
@@ -393,9 +379,7 @@ class Runtime:
         needed = max(self.experts.held.shape[1], -(-experts // ranks))
         slots = int(_gather(np.array([needed]), None, ranks).max())
         self.experts.resize(slots)
-        held = (
-            _gather(self.experts.held.ravel(), None, ranks).reshape(ranks, layers, slots).transpose(1, 0, 2)
-        )
+        held = _gather(self.experts.held.ravel(), None, ranks).reshape(ranks, layers, slots).transpose(1, 0, 2)
         plan = None
         if self.members[0] == self.me:
             load = self.tracker.load if self.tracker.counts.any() else np.ones((layers, experts))
@@ -417,9 +401,7 @@ class Runtime:
         todo = _gather(np.array(todo), None, len(self.members)).ravel().tolist()
         cost = {j: len(self.jobs[j].prompt) + self.jobs[j].steps - 1 for j in jobs}
         workers = [Worker(free_tokens=10**9, load_s=float(t), token_s=1.0) for t in todo]
-        plan = plan_batch(
-            [Request(tokens=cost[j]) for j in jobs], workers, Topology(1, max(1, len(self.members)))
-        )
+        plan = plan_batch([Request(tokens=cost[j]) for j in jobs], workers, Topology(1, max(1, len(self.members))))
         for j, worker in zip(jobs, plan.worker.tolist()):
             self.owner[j] = self.members[worker]
             if self.members[worker] == self.me:
@@ -432,8 +414,6 @@ def serve(rank, num_ranks, port, config, jobs, options):
     report = Runtime(rank, num_ranks, store, config, jobs, options).run()
     if not report["evicted"] and report["members"][0] == rank:
         report["outputs"] = [json.loads(store.get(f"result/{j}")) for j in range(len(jobs))]
-        faults = {
-            r: float(store.get(f"fault/{r}")) for r, *_ in options.faults if store.check([f"fault/{r}"])
-        }
+        faults = {r: float(store.get(f"fault/{r}")) for r, *_ in options.faults if store.check([f"fault/{r}"])}
         report["faults"] = faults
     return report

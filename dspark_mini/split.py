@@ -1,9 +1,8 @@
 """Which copy serves how many tokens of this batch.
 
-A placement is made for the load of the last minutes; the next batch differs, and a small batch differs a lot.
-When an expert has copies on several GPUs, its tokens may be divided between them in any proportion, so part
-of the difference can be evened out at once, without moving a single weight. The best division is a small
-linear program:
+A placement is made for the load of the last minutes; the next batch differs, and a small batch differs a lot. When an
+expert has copies on several GPUs, its tokens may be divided between them in any proportion, so part of the difference
+can be evened out at once, without moving a single weight. The best division is a small linear program:
 
     minimise the tokens of the busiest GPU, where every expert's tokens go to GPUs that hold a copy of it.
 
@@ -17,8 +16,7 @@ GPU 1 to GPU 2, and one of expert b on from GPU 2 to GPU 3. A breadth-first sear
 such a chain, or proves that none exists: the GPUs it reached then form a set S whose tokens cannot leave, and
 no division can be better than ceil(tokens bound to S / |S|). That certificate is what `split_bound` returns.
 
-Everything is integer arithmetic on Python ints in a fixed order, so ranks that see the same counts agree to
-the token.
+Everything is integer arithmetic on Python ints in a fixed order, so ranks that see the same counts agree to the token.
 """
 
 from __future__ import annotations
@@ -33,9 +31,7 @@ from .placement import check_placement
 __all__ = ["assign_sources", "gpu_tokens", "split_batch", "split_bound"]
 
 SWEEPS = 8
-EXACT_GPUS = (
-    128  # with more, only water is filled: a search visits every copy, and gaps of a token matter less
-)
+EXACT_GPUS = 128  # with more, only water is filled: a search visits every copy, and gaps of a token matter less
 
 
 def split_batch(counts, placement, layer):
@@ -173,9 +169,7 @@ def _balance(counts, placement, layer, watch=None):
         if n:
             movable.append(expert)
     fixed = max((counts[e] for e, gpus in enumerate(homes) if len(gpus) == 1), default=0)
-    floor = max(
-        -(-sum(counts) // len(total)), fixed
-    )  # no division goes below the mean, or below a lone expert
+    floor = max(-(-sum(counts) // len(total)), fixed)  # no division goes below the mean, or below a lone expert
     movable.sort(key=lambda expert: (-counts[expert], expert))
     if watch:
         watch("equal split", None, tokens, total)
@@ -258,8 +252,7 @@ def _reach(total, tokens, homes, start):
 
 
 def _relieve(total, tokens, homes):
-    """Hand tokens along one chain from a busiest GPU to one at least two below it; False if there is no
-    chain."""
+    """Hand tokens along one chain from a busiest GPU to one at least two below it; False if there is no chain."""
     top = max(total)
     _, gpu, came = _reach(total, tokens, homes, [gpu for gpu, n in enumerate(total) if n == top])
     if gpu is None:

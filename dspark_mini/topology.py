@@ -65,9 +65,8 @@ class Topology:
     def all_to_all_s(self, traffic):
         """Seconds for an all-to-all that moves `traffic` (gpus, gpus) bytes from row to column.
 
-        Every GPU has one port per kind of link, each way, and all ports work at once; the busiest port
-        decides. Returns a float. This is a lower bound of a real all-to-all: contention inside the network is
-        not modelled.
+        Every GPU has one port per kind of link, each way, and all ports work at once; the busiest port decides. Returns
+        a float. This is a lower bound of a real all-to-all: contention inside the network is not modelled.
         """
         traffic = np.asarray(traffic, dtype=np.float64)
         if traffic.shape != (self.num_gpus, self.num_gpus):

@@ -11,11 +11,7 @@ from dspark_mini.trace import read_trace
 
 def trace_folder():
     root = Path(__file__).resolve().parents[2]
-    for folder in (
-        os.environ.get("DSPARK_TRACES"),
-        root / "shared/data/traces",
-        root.parent / "shared/data/traces",
-    ):
+    for folder in (os.environ.get("DSPARK_TRACES"), root / "shared/data/traces", root.parent / "shared/data/traces"):
         if folder and list(Path(folder).glob("esft_*.npz")):
             return Path(folder)
     return None

@@ -49,9 +49,7 @@ def test_near_the_exact_optimum_on_small_cases(seed):
 
 
 loads = st.integers(2, 12).flatmap(
-    lambda experts: st.lists(
-        st.one_of(st.just(0.0), st.floats(1e-3, 1e6)), min_size=experts, max_size=experts
-    )
+    lambda experts: st.lists(st.one_of(st.just(0.0), st.floats(1e-3, 1e6)), min_size=experts, max_size=experts)
 )
 
 
@@ -104,9 +102,7 @@ def test_reaches_the_targets(load, num_gpus, num_slots, wanted):
     assert_sound(plan, num_slots)
     assert np.median(plan.balancedness) >= wanted
     for rival in (round_robin, least_loaded, replicate_and_pack):
-        assert (
-            plan.balancedness >= rival(load, num_gpus=num_gpus, num_slots=num_slots).balancedness - 1e-12
-        ).all()
+        assert (plan.balancedness >= rival(load, num_gpus=num_gpus, num_slots=num_slots).balancedness - 1e-12).all()
     # These are reached with equal splits, without help from unequal shares.
     np.testing.assert_allclose(plan.share, 1 / np.take_along_axis(plan.copies, plan.slot_expert, 1))
 
@@ -158,8 +154,7 @@ def test_scale_does_not_matter():
     load = r1_like_load()[:2]
     for factor in (1e-200, 1e200):
         assert (
-            place(load * factor, num_gpus=8, num_slots=264).digest()
-            == place(load, num_gpus=8, num_slots=264).digest()
+            place(load * factor, num_gpus=8, num_slots=264).digest() == place(load, num_gpus=8, num_slots=264).digest()
         )
 
 
@@ -262,11 +257,7 @@ def test_every_move_pays(seed, gpus, spare, cost, limit):
     assert limit is None or (count <= limit).all()
     # The moves are exactly the difference, and each comes from a slot that held the expert before.
     for move in moves:
-        assert (
-            plan.slot_expert[move.layer, move.source]
-            == move.expert
-            == after.slot_expert[move.layer, move.target]
-        )
+        assert plan.slot_expert[move.layer, move.source] == move.expert == after.slot_expert[move.layer, move.target]
     assert len(moves) == (plan.slot_expert != after.slot_expert).sum()
 
 

@@ -47,8 +47,7 @@ def exact_step(requests, workers, topology):
             -p.load[x],
         )
         add(
-            [(r * w + x, need[r, x]) for r in range(n)]
-            + [(n * w + q * w + x, p.prefix_tokens[q]) for q in new],
+            [(r * w + x, need[r, x]) for r in range(n)] + [(n * w + q * w + x, p.prefix_tokens[q]) for q in new],
             -np.inf,
             p.free[x],
         )
@@ -81,11 +80,7 @@ def small_problems(draw):
         keywords = {}
         if rng.random() < 0.4:
             kv = int(rng.integers(1, 2000))
-            keywords = {
-                "kv_tokens": kv,
-                "kv_bytes": kv * 70_000,
-                "kv_worker": int(rng.integers(len(workers))),
-            }
+            keywords = {"kv_tokens": kv, "kv_bytes": kv * 70_000, "kv_worker": int(rng.integers(len(workers)))}
         if rng.random() < 0.4:
             prefix = int(rng.integers(2))
             keywords |= {"prefix": prefix, "prefix_tokens": (300, 700)[prefix]}
@@ -227,11 +222,7 @@ def test_empty_and_ties():
         ([Request(1)], [Worker(-1)], r"workers\[0\].free_tokens"),
         ([Request(1)], [Worker(1, load_s=float("nan"))], r"workers\[0\].load_s"),
         ([Request(1)], [Worker(1)] * 5, "outnumber"),
-        (
-            [Request(1, prefix="a", prefix_tokens=1), Request(1, prefix="a", prefix_tokens=2)],
-            [Worker(9)],
-            "the same",
-        ),
+        ([Request(1, prefix="a", prefix_tokens=1), Request(1, prefix="a", prefix_tokens=2)], [Worker(9)], "the same"),
     ],
 )
 def test_bad_input_is_named(requests, workers, message):

@@ -3,17 +3,7 @@
 import numpy as np
 import pytest
 
-from dspark_mini import (
-    Request,
-    Topology,
-    Worker,
-    balancedness,
-    place,
-    plan_batch,
-    rebalance,
-    simulator,
-    split_batch,
-)
+from dspark_mini import Request, Topology, Worker, balancedness, place, plan_batch, rebalance, simulator, split_batch
 from dspark_mini.__main__ import main
 from dspark_mini.rebalance import shrink
 from dspark_mini.topology import Link
@@ -62,9 +52,7 @@ T = Topology(1, 2)
         (lambda: Topology(1, 0), "gpus_per_node must be at least 1, got 0"),
         (lambda: Topology(1, 2, intra=5), "intra must be a Link, got 5"),
         (
-            lambda: simulator.four_way(
-                None, topology=T, model=None, num_slots=4, load=None, kernel_speedup=np.nan
-            ),
+            lambda: simulator.four_way(None, topology=T, model=None, num_slots=4, load=None, kernel_speedup=np.nan),
             "kernel_speedup must be a finite number and positive, got nan",
         ),
         (lambda: Link(-1.0, 1), "latency_s of a link must be a finite number and not negative, got -1"),

@@ -109,9 +109,7 @@ def test_esft_text(tmp_path):
             lines.append("\t".join(ids) + "\t\t" + "\t".join(["0.5"] * len(ids)))
         (tmp_path / f"expert_weights_{layer}.txt").write_text("\n".join(lines) + "\n")
     trace = read_trace(tmp_path)
-    assert trace.topk_ids.tolist() == [
-        [t for s in rows[layer] for t in s] for layer in (1, 2, 10)
-    ]  # numeric order
+    assert trace.topk_ids.tolist() == [[t for s in rows[layer] for t in s] for layer in (1, 2, 10)]  # numeric order
     assert (trace.seq_offsets.tolist(), trace.num_experts, trace.generated) == ([0, 3, 4], 8, False)
     assert (read_counts(tmp_path) == trace.counts()).all()
     (tmp_path / "expert_weights_2.txt").write_text("1\t2\t\t0.5\n")
@@ -121,9 +119,7 @@ def test_esft_text(tmp_path):
 
 def test_sglang_dumps(tmp_path):
     counts = torch.arange(24, dtype=torch.int32).view(2, 3, 4)
-    torch.save(
-        {"rank": 0, "logical_count": counts, "average_utilization_rate_over_window": None}, tmp_path / "a.pt"
-    )
+    torch.save({"rank": 0, "logical_count": counts, "average_utilization_rate_over_window": None}, tmp_path / "a.pt")
     torch.save({"logical_count": counts[0].to(torch.int64) + 2**40}, tmp_path / "b.pt")
     assert (read_counts(tmp_path / "a.pt") == counts.sum(0).numpy()).all()
     assert read_counts(tmp_path / "b.pt")[0, 0] == 2**40
@@ -185,12 +181,7 @@ def test_r1_like_loads_are_as_skewed_as_published():
 
 def four(trace, load, gpus=8, **keywords):
     return simulator.four_way(
-        trace,
-        topology=Topology(1, gpus),
-        model=simulator.MODELS["v2-lite"],
-        num_slots=10 * gpus,
-        load=load,
-        **keywords,
+        trace, topology=Topology(1, gpus), model=simulator.MODELS["v2-lite"], num_slots=10 * gpus, load=load, **keywords
     )
 
 
@@ -203,9 +194,7 @@ def check_four(trace, load):
     for r in results.values():
         assert r.balancedness <= r.bound * (1 + 1e-9) and (r.utilisation <= 1 + 1e-9).all()
         assert r.step_s == pytest.approx(sum(r.phases.values()))
-    assert (
-        results["neither"].layer_utilisation.min() < 0.3
-    )  # a GPU at less than 30 % where another is at 100 %
+    assert results["neither"].layer_utilisation.min() < 0.3  # a GPU at less than 30 % where another is at 100 %
     assert results["both"].layer_utilisation.min() > 0.9
     return gain
 
@@ -239,11 +228,7 @@ def test_four_thousand_gpus():
     plan = place(load, num_gpus=4096, num_slots=8192, num_nodes=512)
     counts = np.random.default_rng(0).multinomial(4096 * 64, load[0] / load[0].sum())[None]
     result = simulator.simulate(
-        [counts],
-        plan,
-        topology=Topology(512, 8),
-        model=simulator.MODELS["r1"],
-        load=simulator.decode_load(8192),
+        [counts], plan, topology=Topology(512, 8), model=simulator.MODELS["r1"], load=simulator.decode_load(8192)
     )
     assert result.balancedness > 0.9
     assert result.gpu_tokens.sum() == 4096 * 64
@@ -278,11 +263,7 @@ def test_place_command(tmp_path, capsys):
     assert plan.digest() == place(counts, num_gpus=8, num_slots=72).digest()
     main(["place", str(tmp_path / "counts.json"), "--json"])
     values = json.loads(capsys.readouterr().out)["balancedness"]
-    assert (
-        values["none (experts in order)"]["median"]
-        < values["place"]["median"]
-        <= values["upper bound"]["median"]
-    )
+    assert values["none (experts in order)"]["median"] < values["place"]["median"] <= values["upper bound"]["median"]
 
 
 def test_simulate_command(tmp_path, capsys):

@@ -19,9 +19,7 @@ def cases(draw):
     slots = max(experts, gpus) + draw(st.integers(0, 10))
     rng = np.random.default_rng(draw(st.integers(0, 10**6)))
     expert_of = np.concatenate([np.arange(experts), rng.integers(0, experts, slots - experts)])
-    plan = Placement(
-        rng.permutation(expert_of)[None], np.ones((1, experts)), gpus
-    )  # duplicates on a GPU included
+    plan = Placement(rng.permutation(expert_of)[None], np.ones((1, experts)), gpus)  # duplicates on a GPU included
     counts = draw(st.lists(st.integers(0, 60), min_size=experts, max_size=experts))
     return plan, np.array(counts, dtype=np.int64)
 
@@ -34,9 +32,7 @@ def test_splits_are_optimal_conserve_tokens_and_prove_it(case):
     assert tokens.dtype == np.int64 and (tokens >= 0).all()
     assert (np.bincount(plan.slot_expert[0], tokens, len(counts)) == counts).all()
     peak = gpu_tokens(tokens, plan).max()
-    assert peak == int(
-        np.ceil(lp_peak(plan, 0, counts) - 1e-6)
-    )  # whole tokens reach the linear program rounded up
+    assert peak == int(np.ceil(lp_peak(plan, 0, counts) - 1e-6))  # whole tokens reach the linear program rounded up
     bound, gpus = split_bound(counts, plan, 0)
     assert bound == peak
     assert gpus

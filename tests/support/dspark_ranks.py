@@ -1,5 +1,4 @@
-"""What the ranks of the distributed tests run. One set of processes does many checks: starting them costs the
-most."""
+"""What the ranks of the distributed tests run. One set of processes does many checks: starting them costs the most."""
 
 import os
 from datetime import timedelta
@@ -32,19 +31,14 @@ def join(rank, ranks, port, timeout_s=30):
 
 
 def inputs(seed, rank, tokens, hot=None):
-    """Tokens of one rank: states, expert ids and weights. With `hot`, every token's first choice is that
-    expert."""
+    """Tokens of one rank: states, expert ids and weights. With `hot`, every token's first choice is that expert."""
     g = torch.Generator().manual_seed(seed * 100 + rank)
     x = torch.randn(tokens, DIM, generator=g)
     popularity = torch.linspace(2, -2, EXPERTS)
     ids = (popularity + torch.randn(tokens, EXPERTS, generator=g)).topk(TOP_K).indices
     if hot is not None and tokens:
         ids = torch.stack(
-            [
-                torch.full((tokens,), hot),
-                *((hot + 1 + k) % EXPERTS + 0 * ids[:, 0] for k in range(TOP_K - 1)),
-            ],
-            1,
+            [torch.full((tokens,), hot), *((hot + 1 + k) % EXPERTS + 0 * ids[:, 0] for k in range(TOP_K - 1))], 1
         )
     return x, ids, torch.rand(tokens, TOP_K, generator=g).softmax(-1)
 
@@ -81,14 +75,7 @@ def layer_checks(rank, ranks, port):
                     stats = {}
                     strided = torch.empty(len(x), 2 * DIM)[:, ::2].copy_(x)  # any strides will do
                     out = moe_forward(
-                        strided,
-                        ids,
-                        weights,
-                        experts,
-                        plan,
-                        0,
-                        stats=stats,
-                        **({"split": split} if split else {}),
+                        strided, ids, weights, experts, plan, 0, stats=stats, **({"split": split} if split else {})
                     )
                     alone = moe_reference(x, ids, weights, 0, num_experts=EXPERTS, hidden=HIDDEN)
                     checked += 1
@@ -135,23 +122,14 @@ def disagreement_checks(rank, ranks, port):
         "layer": expect(ExchangeError, plan_exchange, ids, plan, 1 if odd else 0, width=DIM),
         "width": expect(ExchangeError, plan_exchange, ids, plan, 0, width=DIM + odd),
         "dtype": expect(
-            ExchangeError,
-            plan_exchange,
-            ids,
-            plan,
-            0,
-            width=DIM,
-            dtype=torch.float64 if odd else torch.float32,
+            ExchangeError, plan_exchange, ids, plan, 0, width=DIM, dtype=torch.float64 if odd else torch.float32
         ),
         "top_k": expect(ExchangeError, plan_exchange, ids[:, :2] if odd else ids, plan, 0, width=DIM),
-        "ids": expect(
-            ValueError if odd else ExchangeError, plan_exchange, ids + EXPERTS * odd, plan, 0, width=DIM
-        ),
+        "ids": expect(ValueError if odd else ExchangeError, plan_exchange, ids + EXPERTS * odd, plan, 0, width=DIM),
     }
 
     def crooked(counts, placement, layer):
-        """All tokens to the first copy of each expert, on the odd rank to the last: both legal, but not the
-        same."""
+        """All tokens to the first copy of each expert, on the odd rank to the last: both legal, but not the same."""
         tokens = np.zeros(placement.num_slots, dtype=np.int64)
         for n, slots in zip(counts.tolist(), placement.slots_of(layer)):
             tokens[slots[-1 if odd else 0]] = n
@@ -163,9 +141,7 @@ def disagreement_checks(rank, ranks, port):
     mine = plan.slot_expert[:, plan.slot_gpu == rank]
     experts = Experts(mine[:, ::-1] if odd else mine, dim=DIM, hidden=HIDDEN)
     x, ids3, weights = inputs(1, rank, 4)
-    messages["weights"] = expect(
-        ValueError if odd else ExchangeError, moe_forward, x, ids3, weights, experts, plan, 0
-    )
+    messages["weights"] = expect(ValueError if odd else ExchangeError, moe_forward, x, ids3, weights, experts, plan, 0)
 
     ones = [1] * ranks
     rows = torch.zeros(ranks + odd, 4)
@@ -184,14 +160,10 @@ def row_checks(rank, ranks, port):
     join(rank, ranks, port)
     send = [(rank + 2 * r) % 4 for r in range(ranks)]
     receive = [(r + 2 * rank) % 4 for r in range(ranks)]
-    rows = torch.cat(
-        [torch.arange(n * 3).view(n, 3) + 1000 * rank + 100 * r for r, n in enumerate(send)]
-    ).float()
+    rows = torch.cat([torch.arange(n * 3).view(n, 3) + 1000 * rank + 100 * r for r, n in enumerate(send)]).float()
     wide = torch.empty(len(rows), 6)[:, ::2]
     wide.copy_(rows)
-    want = torch.cat(
-        [torch.arange(n * 3).view(n, 3) + 1000 * r + 100 * rank for r, n in enumerate(receive)]
-    ).float()
+    want = torch.cat([torch.arange(n * 3).view(n, 3) + 1000 * r + 100 * rank for r, n in enumerate(receive)]).float()
     out = torch.full((sum(receive), 9), -1.0)
     exchange_rows(wide, send, receive, out=out[:, ::3])
     assert torch.equal(out[:, ::3], want)

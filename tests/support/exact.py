@@ -7,8 +7,7 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 
 def exact_peak(load, num_gpus, num_slots):
-    """Smallest possible load of the busiest GPU under equal splits on distinct GPUs, by HiGHS over all copy
-    counts."""
+    """Smallest possible load of the busiest GPU under equal splits on distinct GPUs, by HiGHS over all copy counts."""
     experts, best = len(load), np.inf
     size = num_slots // num_gpus + (np.arange(num_gpus) < num_slots % num_gpus)
     spare = num_slots - experts

@@ -33,8 +33,7 @@ class Exercise:
 
 
 def check(name, answer):
-    """Run an exercise's tests on an answer, the strict one once the visible one passes; print a line for
-    each."""
+    """Run an exercise's tests on an answer, the strict one once the visible one passes; print a line for each."""
     for level in ("visible", "strict"):
         verdict = run(name, level, answer)
         print(f"{name} {level}: {'pass' if verdict is None else 'not yet: ' + verdict}")
@@ -131,8 +130,7 @@ def _strict_pour(answer):
 
 
 def best_step(costs):
-    """Smallest possible finish time for costs (requests, workers), by the recurrence over sets of load
-    vectors."""
+    """Smallest possible finish time for costs (requests, workers), by the recurrence over sets of load vectors."""
     states = {tuple([0.0] * len(costs[0]))}
     for row in costs:
         states = {t[:w] + (t[w] + c,) + t[w + 1 :] for t in states for w, c in enumerate(row)}
