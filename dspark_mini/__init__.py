@@ -14,10 +14,10 @@ reads real routing. Importing this package does not import torch; `python -m dsp
 
 from .kv_pool import KVPool, OutOfPages, PoolStats
 from .load import LoadTracker, balancedness, count_tokens
-from .place import place
 from .placement import Move, Placement
+from .placing import place
 from .planner import Plan, Request, Worker, plan_batch
-from .rebalance import rebalance, shrink
+from .rebalancing import rebalance, shrink
 from .split import assign_sources, gpu_tokens, split_batch, split_bound
 from .topology import Link, Topology
 from .trace import Trace, bundled_trace, generate_trace, read_counts, read_trace

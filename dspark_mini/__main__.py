@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from . import baselines, files
-from .place import place
+from .placing import place
 from .topology import Topology
 from .trace import bundled_trace, generate_trace, read_counts, read_trace
 

@@ -22,9 +22,9 @@ from scipy.optimize import linprog
 
 from . import baselines, simulator
 from .load import balancedness
-from .place import place
-from .planner import Request, Worker, _Problem, plan_batch
-from .rebalance import rebalance
+from .placing import place
+from .planner import Problem, Request, Worker, plan_batch
+from .rebalancing import rebalance
 from .split import gpu_tokens, split_batch, split_bound
 from .topology import Topology
 from .trace import bundled_trace, generate_trace, r1_like_load, read_trace, shift_load
@@ -342,7 +342,7 @@ def _planner(record, traces):
     for kind in ("plain", "KV on workers", "shared prefixes", "mixed"):
         requests, workers = _requests(kind)
         case = {"requests": 1000, "workers": 64, "traffic": kind}
-        problem = _Problem(requests, workers, topology)
+        problem = Problem(requests, workers, topology)
         plan = plan_batch(requests, workers, topology)
         least = np.argsort(problem.load, kind="stable")
         rivals = {"round_robin": np.arange(1000) % 64, "least_loaded": _least_loaded(problem, least)}
@@ -422,7 +422,7 @@ def _milp(requests, workers, topology):
     """The optimal step by HiGHS, None if memory does not suffice: x[r, w], y[g, w] (prefix computed there), T."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    p = _Problem(requests, workers, topology)
+    p = Problem(requests, workers, topology)
     cost, need = p.cost_matrix()
     n, w, g = *cost.shape, len(p.prefix_tokens)
     x, y = np.arange(n * w).reshape(n, w), n * w + np.arange(g * w).reshape(g, w)

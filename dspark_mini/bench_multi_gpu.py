@@ -21,13 +21,13 @@ import torch.distributed as dist
 
 from . import baselines, simulator
 from .demo import prepare
-from .dispatch import _all_to_all, _gather, migrate, moe_forward
+from .dispatch import all_to_all, gather_rows, migrate, moe_forward
 from .experts import Experts
 from .launch import connect
 from .load import balancedness
-from .place import place
 from .placement import Placement, moves_between
-from .rebalance import rebalance
+from .placing import place
+from .rebalancing import rebalance
 from .split import split_batch
 from .topology import Topology
 from .trace import Trace, bundled_trace, generate_trace
@@ -89,7 +89,7 @@ def dispatch_rank(rank, num_ranks, port, device, sizes, path):
         if rank == 0:
             with open(path, "a") as file:
                 file.write(json.dumps(report) + "\n")
-    _gather(np.zeros(1), None, num_ranks)  # nobody leaves while another still exchanges
+    gather_rows(np.zeros(1), None, num_ranks)  # nobody leaves while another still exchanges
 
 
 def measure_ranks(device, sizes=SIZES):
@@ -126,7 +126,7 @@ def measure_ranks(device, sizes=SIZES):
 
 def _seconds(device, ranks, run):
     """Seconds that the slowest rank needs for run(), all starting together; and what run() returned."""
-    _gather(np.zeros(1), None, ranks)
+    gather_rows(np.zeros(1), None, ranks)
     if device != "cpu":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -134,7 +134,7 @@ def _seconds(device, ranks, run):
     if device != "cpu":
         torch.cuda.synchronize()
     mine = time.perf_counter() - start
-    return float(_gather(np.array([round(mine * 1e9)]), None, ranks).max()) / 1e9, result
+    return float(gather_rows(np.array([round(mine * 1e9)]), None, ranks).max()) / 1e9, result
 
 
 def _link(device, dtype, ranks, sizes, repeats=8):
@@ -145,7 +145,7 @@ def _link(device, dtype, ranks, sizes, repeats=8):
 
     def run():
         for _ in range(repeats):
-            _all_to_all(x, part, part, None)
+            all_to_all(x, part, part, None)
 
     best = min(_seconds(device, ranks, run)[0] for _ in range(3)) / repeats
     sent = (rows - part[0]) * sizes["dim"] * x.element_size()
@@ -185,7 +185,7 @@ def _layers(trace, half, experts, placement, split, tokens, layers, dtype, devic
             np.fill_diagonal(traffic, 0)
             sent += traffic.sum(axis=1) + traffic.sum(axis=0)  # there, and the results back
         batches.append(np.stack([s["plan"].counts for s in stats]))
-    every = _gather(np.round(mine * 1e9).astype(np.int64).ravel(), None, ranks).reshape(ranks, steps, layers, len(names)) / 1e9
+    every = gather_rows(np.round(mine * 1e9).astype(np.int64).ravel(), None, ranks).reshape(ranks, steps, layers, len(names)) / 1e9
     slowest = every.max(axis=0).sum(axis=(0, 1)) / steps  # a layer ends when its slowest rank does
     busy = every[..., 0].sum(axis=(1, 2))
     predicted = predict_layers(batches, placement, split, ranks=ranks, tokens=tokens, sizes=sizes)
@@ -235,7 +235,7 @@ def _migration(start, plan, dtype, device, ranks, sizes):
             torch.equal(experts.weights[last, s], experts.stored(last, int(e))) for s, e in enumerate(wanted[last][:4])
         )
         del experts
-    right = _gather(np.array([right]), None, ranks).all()
+    right = gather_rows(np.array([right]), None, ranks).all()
     most, link = int(arriving.max()), Topology().intra
     predicted = len({m.layer for m in moves}) * link.latency_s + most / link.bytes_per_s
     before, after = start.gpu_load, plan.gpu_load

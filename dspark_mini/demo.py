@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from . import baselines
-from .dispatch import _gather, moe_forward
+from .dispatch import gather_rows, moe_forward
 from .experts import Experts, moe_reference
 from .launch import connect, run_ranks
 from .load import balancedness
-from .place import place
+from .placing import place
 from .runtime import Job, ModelConfig, Options, reference_outputs, serve
 from .split import split_batch
 from .trace import bundled_trace, generate_trace, read_trace
@@ -114,7 +114,7 @@ def _layer(settings, device):
                     rows[layer] += stats["plan"].rank_tokens
                     seconds += stats["compute"]
                     exchange += stats["exchange"]
-        busy = _gather(np.array([round(seconds * 1e9), round(exchange * 1e9)]), None, ranks)
+        busy = gather_rows(np.array([round(seconds * 1e9), round(exchange * 1e9)]), None, ranks)
         report[name] = {
             "rank_tokens": rows.sum(axis=0).tolist(),
             "layer_rank_tokens": rows.tolist(),
@@ -128,7 +128,7 @@ def _layer(settings, device):
     alone = moe_reference(x, ids, weights, 0, num_experts=trace.num_experts, hidden=hidden)
     identical = same and torch.equal(alone, outputs["after", 0, 0])
     error = float((alone - outputs["after", 0, 0]).abs().max()) if len(alone) else 0.0
-    checks = _gather(np.array([identical, round(error * 1e9)]), None, ranks)
+    checks = gather_rows(np.array([identical, round(error * 1e9)]), None, ranks)
     report["identical"] = bool(checks[:, 0].all())  # promised on a CPU; a GPU's matrix products depend on row counts
     report["max_error"] = float(checks[:, 1].max()) / 1e9
     return report if rank == 0 else None

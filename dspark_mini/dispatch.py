@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .experts import _weighted_sum
+from .experts import weighted_sum
 from .load import count_tokens
 from .split import assign_sources, split_batch
 
@@ -107,7 +107,7 @@ def plan_exchange(
         bad = error
     top_k = ids.shape[1] if ids.ndim == 2 else 0
     header = [layer, placement.digest(), width, DTYPES.get(dtype, -1), top_k, -1 if bad else int(mine.sum())]
-    everyone = _gather(np.concatenate([header, mine]), group, ranks)
+    everyone = gather_rows(np.concatenate([header, mine]), group, ranks)
     heads, rank_counts = everyone[:, : len(HEADER)], everyone[:, len(HEADER) :]
     if bad is not None:
         raise bad
@@ -123,7 +123,7 @@ def plan_exchange(
     order = by_expert[np.argsort(slot_of_pair, kind="stable")]
     plan = ExchangePlan(sends, order, counts, rank, placement.slot_gpu)
     if ranks > 1:  # the same arithmetic everywhere, or a difference in version or hardware: find out before sending
-        marks = _gather(np.array([_mark(sends)]), group, ranks).ravel()
+        marks = gather_rows(np.array([fingerprint(sends)]), group, ranks).ravel()
         if (marks != marks[0]).any():
             raise ExchangeError(
                 f"ranks {np.flatnonzero(marks != marks[0]).tolist()} planned another exchange than rank 0"
@@ -131,7 +131,7 @@ def plan_exchange(
     return plan
 
 
-def _gather(row, group, ranks):
+def gather_rows(row, group, ranks):
     """All-gather one int64 row per rank: (ranks, n). On the CPU, unless the group speaks nothing but NCCL."""
     if ranks == 1:
         return row[None].astype(np.int64)
@@ -159,7 +159,7 @@ def _check_heads(heads, rank_counts, placement, ranks):
         raise ExchangeError(f"ranks {np.flatnonzero(wrong).tolist()} sent counts that do not add up")
 
 
-def _mark(sends):
+def fingerprint(sends):
     """A fingerprint of an integer matrix, computed with wrap-around arithmetic."""
     flat = sends.ravel().astype(np.uint64)
     factor = np.arange(1, len(flat) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -192,7 +192,7 @@ def exchange_rows(rows, send, receive, group=None, out=None):
             *(send if not problem else [0] * ranks),
             *(receive if not problem else [0] * ranks),
         ]
-        table = _gather(np.array(report), group, ranks)
+        table = gather_rows(np.array(report), group, ranks)
         sends, receives = table[:, 3 : 3 + ranks], table[:, 3 + ranks :]
         if problem:
             raise ValueError(problem)
@@ -205,10 +205,10 @@ def exchange_rows(rows, send, receive, group=None, out=None):
             raise ExchangeError(f"rank {a} sends {sends[a, b]} rows to rank {b}, which expects {receives[b, a]}")
     elif problem:
         raise ValueError(problem)
-    return _all_to_all(rows, send, receive, group, out)
+    return all_to_all(rows, send, receive, group, out)
 
 
-def _all_to_all(rows, send, receive, group, out=None):
+def all_to_all(rows, send, receive, group, out=None):
     """The bare collective on contiguous buffers: a strided output would be filled wrongly by gloo, without a word."""
     rows = rows.contiguous()
     shape = (sum(receive), *rows.shape[1:])
@@ -228,7 +228,7 @@ def dispatch(x, topk_ids, plan, group=None):
     local slot."""
     pair = torch.from_numpy(plan.order).to(x.device)
     rows = x.index_select(0, pair // topk_ids.shape[1])
-    received = _all_to_all(rows, plan.traffic[plan.rank].tolist(), plan.traffic[:, plan.rank].tolist(), group)
+    received = all_to_all(rows, plan.traffic[plan.rank].tolist(), plan.traffic[:, plan.rank].tolist(), group)
     return received.index_select(0, torch.from_numpy(_by_slot(plan.local)).to(x.device))
 
 
@@ -236,10 +236,10 @@ def combine(results, topk_ids, topk_weights, plan, group=None):
     """Send the results, grouped by local slot, back to their tokens and sum them: (tokens, dim)."""
     undo = np.argsort(_by_slot(plan.local), kind="stable")
     rows = results.index_select(0, torch.from_numpy(undo).to(results.device))
-    back = _all_to_all(rows, plan.traffic[:, plan.rank].tolist(), plan.traffic[plan.rank].tolist(), group)
+    back = all_to_all(rows, plan.traffic[:, plan.rank].tolist(), plan.traffic[plan.rank].tolist(), group)
     pairs = results.new_zeros(topk_ids.numel(), results.shape[1])
     pairs[torch.from_numpy(plan.order).to(results.device)] = back
-    return _weighted_sum(pairs.view(*topk_ids.shape, results.shape[1]), topk_ids, topk_weights)
+    return weighted_sum(pairs.view(*topk_ids.shape, results.shape[1]), topk_ids, topk_weights)
 
 
 def _by_slot(local):

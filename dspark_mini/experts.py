@@ -156,10 +156,10 @@ def moe_reference(x, topk_ids, topk_weights, layer, *, num_experts, hidden, seed
                 layer, expert, dim=x.shape[1], hidden=hidden, seed=seed, dtype=x.dtype, device=x.device
             )
             results[pair] = expert_mlp(x[token[pair]], *weights)
-    return _weighted_sum(results.view(*topk_ids.shape, x.shape[1]), topk_ids, topk_weights)
+    return weighted_sum(results.view(*topk_ids.shape, x.shape[1]), topk_ids, topk_weights)
 
 
-def _weighted_sum(results, topk_ids, topk_weights):
+def weighted_sum(results, topk_ids, topk_weights):
     """sum_k weight_k * result_k per token, in the order of k; padding counts as zero."""
     weights = torch.where(topk_ids >= 0, topk_weights, 0).to(results.dtype)
     out = torch.zeros_like(results[:, 0])

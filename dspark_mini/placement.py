@@ -65,7 +65,7 @@ class Placement:
             raise ValueError(f"num_nodes must divide num_gpus ({self.num_gpus}), got {self.num_nodes}")
         if slots.min() < 0 or slots.max() >= load.shape[1]:
             raise ValueError(f"slot_expert must lie in 0 .. {load.shape[1] - 1}, got {slots.min()} .. {slots.max()}")
-        copies = _count_rows(slots, load.shape[1])
+        copies = count_rows(slots, load.shape[1])
         if (copies == 0).any():
             layer, expert = np.argwhere(copies == 0)[0]
             raise ValueError(f"slot_expert must hold every expert, but layer {layer} lacks expert {expert}")
@@ -84,7 +84,7 @@ class Placement:
     @property
     def slot_gpu(self):
         """(slots,) int64, the GPU of every slot."""
-        return np.repeat(np.arange(self.num_gpus), _slots_per_gpu(self.num_slots, self.num_gpus))
+        return np.repeat(np.arange(self.num_gpus), gpu_slots(self.num_slots, self.num_gpus))
 
     @property
     def gpu_load(self):
@@ -111,7 +111,7 @@ class Placement:
         """
         mean = self.load.sum(axis=1) / self.num_gpus
         slots = min(self.num_slots, self.num_gpus * self.num_experts)  # further ones repeat what a GPU holds
-        heaviest = (self.load / _replicate(self.load, slots, self.num_gpus)).max(axis=1)
+        heaviest = (self.load / replicate(self.load, slots, self.num_gpus)).max(axis=1)
         return np.where(mean > 0, mean / np.maximum(np.maximum(mean, heaviest), 1e-300), 1.0)
 
     def slots_of(self, layer):
@@ -122,6 +122,14 @@ class Placement:
                 table[expert].append(slot)
             self._cache[layer] = tuple(map(tuple, table))
         return self._cache[layer]
+
+    def gpus_of(self, layer):
+        """For every expert of `layer`, the ascending list of GPUs that hold it, once each (computed once per layer)."""
+        key = ("gpus", layer)
+        if key not in self._cache:
+            gpu_of = self.slot_gpu.tolist()
+            self._cache[key] = [sorted({gpu_of[s] for s in slots}) for slots in self.slots_of(layer)]
+        return self._cache[key]
 
     def digest(self):
         """A 63-bit fingerprint of (slot_expert, num_gpus, num_nodes): ranks compare it before they exchange data."""
@@ -152,18 +160,18 @@ def check_placement(placement, name="placement"):
         raise ValueError(f"{name} must be a Placement (of `place`, for example), got {placement!r}")
 
 
-def _slots_per_gpu(num_slots, num_gpus):
+def gpu_slots(num_slots, num_gpus):
     return num_slots // num_gpus + (np.arange(num_gpus) < num_slots % num_gpus)
 
 
-def _count_rows(index, size):
+def count_rows(index, size):
     """Bincount of every row of `index`: (rows, n) -> (rows, size)."""
     rows = len(index)
     flat = (index + np.arange(rows)[:, None] * size).ravel()
     return np.bincount(flat, minlength=rows * size).reshape(rows, size)
 
 
-def _replicate(load, num_slots, cap, offset=0.0):
+def replicate(load, num_slots, cap, offset=0.0):
     """Copies (layers, experts) that use all slots: each spare goes to the expert with the largest load /
     (copies + offset).
 
@@ -182,17 +190,17 @@ def _replicate(load, num_slots, cap, offset=0.0):
     return copies
 
 
-def _weights(plan, load):
+def slot_weights(plan, load):
     """Load of every slot of `plan` (layers, gpus, k) under equal splits; 0 for the missing slots."""
     layers, num_experts = load.shape
     slots = np.where(plan < 0, num_experts, plan)  # an extra expert of no load stands for "no slot"
-    copies = np.maximum(_count_rows(slots.reshape(layers, -1), num_experts + 1), 1)
+    copies = np.maximum(count_rows(slots.reshape(layers, -1), num_experts + 1), 1)
     per_copy = np.concatenate([load, np.zeros((layers, 1))], axis=1) / copies
     return per_copy[np.arange(layers)[:, None, None], slots]
 
 
-def _gpu_load(plan, load):
-    return _weights(plan, load).sum(axis=2)
+def plan_load(plan, load):
+    return slot_weights(plan, load).sum(axis=2)
 
 
 def moves_between(held, new):

@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .checks import INT64, check_integer, check_number
-from .list_schedule import _best_schedule
-from .recurrence import _recurrence
+from .list_schedule import best_schedule
+from .recurrence import solve_exactly
 from .topology import Topology
 
 __all__ = ["Plan", "Request", "Worker", "plan_batch"]
@@ -108,7 +108,7 @@ class Plan:
         return self.step_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else 0.0
 
 
-class _Problem:
+class Problem:
     """The batch as arrays, and c(r, w)."""
 
     def __init__(self, requests, workers, topology):
@@ -216,20 +216,20 @@ def plan_batch(requests, workers, topology):
     Returns a `Plan`. Memory is never exceeded; requests that fit nowhere are deferred (worker -1). KV caches stay where
     they are unless moving shortens the step. Ties go to the lower index. Raises ValueError for bad input.
     """
-    problem = _Problem(requests, workers, topology)
+    problem = Problem(requests, workers, topology)
     if not problem.requests:
         return Plan(np.zeros(0, dtype=np.int64), problem.load, float(problem.load.max()), True)
-    bound = _lower_bound(problem)
-    worker, exact = _best_schedule(problem, bound), False
+    bound = lower_bound(problem)
+    worker, exact = best_schedule(problem, bound), False
     if len(problem.requests) <= EXACT_REQUESTS:
-        solved = _recurrence(problem, worker)
+        solved = solve_exactly(problem, worker)
         if solved is not None:
             worker, exact = solved, True
     busy, _ = problem.evaluate(worker)
     served = worker >= 0
     if not served.all():  # the bound holds for the requests that this step serves
         kept = [r for r, ok in zip(problem.requests, served) if ok]
-        bound = _lower_bound(_Problem(kept, workers, topology)) if kept else float(problem.load.max())
+        bound = lower_bound(Problem(kept, workers, topology)) if kept else float(problem.load.max())
     moved = np.flatnonzero(served & (problem.kv_tokens > 0) & (worker != problem.home))
     copied = moved[problem.fetch(moved, worker[moved])[1]]
     return Plan(
@@ -237,7 +237,7 @@ def plan_batch(requests, workers, topology):
     )
 
 
-def _lower_bound(problem):
+def lower_bound(problem):
     """A step time that no assignment beats, memory aside: bisection on a necessary condition.
 
     If the step ends by T, worker w can take at most T - load_w of work, and the work is at least the sum of

@@ -19,7 +19,7 @@ import numpy as np
 EXACT_STATES = 20_000  # give up when more states than this are alive
 
 
-def _recurrence(problem, known):
+def solve_exactly(problem, known):
     """Solve F_i exactly; returns the best assignment, or None where more than EXACT_STATES states stay alive.
 
     `known` is any assignment, from which states are cut. Fewer deferred requests come first, then a shorter

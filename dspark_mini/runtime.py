@@ -37,14 +37,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .dispatch import ExchangeError, _gather, migrate, moe_forward
+from .dispatch import ExchangeError, gather_rows, migrate, moe_forward
 from .experts import Experts, by_rows, moe_reference, row_matmul
 from .launch import connect
 from .load import LoadTracker
-from .place import place
 from .placement import Placement, moves_between
+from .placing import place
 from .planner import Request, Worker, plan_batch
-from .rebalance import rebalance, rebuild
+from .rebalancing import rebalance, rebuild
 from .topology import Topology
 
 __all__ = ["Job", "Model", "ModelConfig", "Options", "Runtime", "reference_outputs", "serve"]
@@ -267,7 +267,7 @@ class Runtime:
     def _one_step(self):
         """Advance every request of this rank by a token; False when no rank has work left."""
         active = [j for j in sorted(self.progress) if self.progress[j].left]
-        if not _gather(np.array([len(active)]), None, len(self.members)).any():
+        if not gather_rows(np.array([len(active)]), None, len(self.members)).any():
             return False
         batch = [self.progress[j] for j in active[: self.options.max_batch]]
         state = torch.zeros(0, self.config.dim, device=self.device)
@@ -377,9 +377,9 @@ class Runtime:
     def _repair(self):
         ranks, layers, experts = len(self.members), self.config.num_layers, self.config.num_experts
         needed = max(self.experts.held.shape[1], -(-experts // ranks))
-        slots = int(_gather(np.array([needed]), None, ranks).max())
+        slots = int(gather_rows(np.array([needed]), None, ranks).max())
         self.experts.resize(slots)
-        held = _gather(self.experts.held.ravel(), None, ranks).reshape(ranks, layers, slots).transpose(1, 0, 2)
+        held = gather_rows(self.experts.held.ravel(), None, ranks).reshape(ranks, layers, slots).transpose(1, 0, 2)
         plan = None
         if self.members[0] == self.me:
             load = self.tracker.load if self.tracker.counts.any() else np.ones((layers, experts))
@@ -398,7 +398,7 @@ class Runtime:
         """Give `jobs` to members by the planner, given what each still has to do; the same on every rank."""
         jobs = list(jobs)
         todo = [sum(p.left for p in self.progress.values())]
-        todo = _gather(np.array(todo), None, len(self.members)).ravel().tolist()
+        todo = gather_rows(np.array(todo), None, len(self.members)).ravel().tolist()
         cost = {j: len(self.jobs[j].prompt) + self.jobs[j].steps - 1 for j in jobs}
         workers = [Worker(free_tokens=10**9, load_s=float(t), token_s=1.0) for t in todo]
         plan = plan_batch([Request(tokens=cost[j]) for j in jobs], workers, Topology(1, max(1, len(self.members))))

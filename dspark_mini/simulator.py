@@ -19,7 +19,7 @@ import numpy as np
 
 from . import baselines
 from .checks import check_number
-from .place import place
+from .placing import place
 from .planner import Request, Worker, plan_batch
 from .split import gpu_tokens, split_batch, split_bound
 from .topology import Topology
@@ -243,7 +243,7 @@ def simulate(
             served[b, layer] = gpu_tokens(slot_tokens, placement)
             active = gpu_tokens(slot_tokens > 0, placement)
             experts_s[b, layer] = _experts_s(served[b, layer], active, own, model, gpu)
-            exchange_s += 2 * _exchange_s(own * model.top_k * row_bytes, served[b, layer] * row_bytes, topology)
+            exchange_s += 2 * even_exchange_s(own * model.top_k * row_bytes, served[b, layer] * row_bytes, topology)
             bound += split_bound(batch[layer], placement, layer)[0]
     slowest = experts_s.max(axis=2).sum()
     runs = len(counts) * layers
@@ -287,7 +287,7 @@ def _experts_s(rows, active, own_tokens, model, gpu):
     return _roofline(flops, weights, gpu)
 
 
-def _exchange_s(sent, received, topology):
+def even_exchange_s(sent, received, topology):
     """Seconds of one all-to-all: `sent` and `received` (gpus,) bytes, spread evenly over the other side.
 
     The closed form of `Topology.all_to_all_s` for this traffic; a table of 4,096 x 4,096 would say the same.

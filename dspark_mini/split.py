@@ -28,7 +28,7 @@ import numpy as np
 from .checks import check_counts, check_integer
 from .placement import check_placement
 
-__all__ = ["assign_sources", "gpu_tokens", "split_batch", "split_bound"]
+__all__ = ["assign_sources", "balance", "gpu_tokens", "split_batch", "split_bound"]
 
 SWEEPS = 8
 EXACT_GPUS = 128  # with more, only water is filled: a search visits every copy, and gaps of a token matter less
@@ -45,8 +45,7 @@ def split_batch(counts, placement, layer):
     divisions; with more it is what water-filling reaches. It is never above the equal split's. Raises
     ValueError for counts that are negative, not whole, or of the wrong length, and for a layer out of range.
     """
-    counts, layer = _check(counts, placement, layer)
-    _, tokens, homes = _balance(counts, placement, layer)
+    _, tokens, homes = balance(counts, placement, layer)
     result = np.zeros(placement.num_slots, dtype=np.int64)
     slots = placement.slots_of(layer)
     gpu_of = placement.slot_gpu.tolist()
@@ -66,13 +65,13 @@ def split_bound(counts, placement, layer):
     tokens per GPU. It is checked here by counting those tokens anew, not taken from the solver's state. With
     up to EXACT_GPUS GPUs `split_batch` reaches the bound.
     """
-    counts, layer = _check(counts, placement, layer)
-    total, tokens, homes = _balance(counts, placement, layer)
+    total, tokens, homes = balance(counts, placement, layer)
+    counts = check_counts(counts, placement.num_experts).tolist()
     # Of several busiest GPUs perhaps only one is stuck, so each is asked by itself.
     busiest = [gpu for gpu, n in enumerate(total) if n == max(total)]
     best = (-1, ())
     for stuck in (*(_reach(total, tokens, homes, [gpu])[0] for gpu in busiest), set(range(len(total)))):
-        inside = sum(int(n) for n, gpus in zip(counts, homes) if set(gpus) <= stuck)
+        inside = sum(n for n, gpus in zip(counts, homes) if set(gpus) <= stuck)
         best = max(best, (-(-inside // len(stuck)), tuple(sorted(stuck))), key=lambda b: b[0])
     return best
 
@@ -131,28 +130,15 @@ def assign_sources(rank_counts, slot_tokens, placement, layer):
     return result
 
 
-def _check(counts, placement, layer):
-    check_placement(placement)
-    layer = check_integer(layer, "layer", 0, placement.num_layers - 1)
-    return check_counts(counts, placement.num_experts), layer
+def balance(counts, placement, layer, watch=None):
+    """The division that `split_batch` returns: (tokens per GPU, tokens[expert][i] on homes[expert][i], homes).
 
-
-def _homes(placement, layer):
-    """For every expert the ascending list of GPUs that hold it, once each (computed once per layer)."""
-    key = ("homes", layer)
-    if key not in placement._cache:
-        gpu_of = placement.slot_gpu.tolist()
-        placement._cache[key] = [sorted({gpu_of[s] for s in slots}) for slots in placement.slots_of(layer)]
-    return placement._cache[key]
-
-
-def _balance(counts, placement, layer, watch=None):
-    """Optimal division: (tokens per GPU, tokens[expert][i] on homes[expert][i], homes).
-
-    `watch(what, expert, tokens, total)` is called after every change, for those who want to see it happen.
+    homes[expert] are the GPUs that hold it. `watch(what, expert, tokens, total)` is called after every change, for
+    those who want to see it happen.
     """
-    homes = _homes(placement, layer)
-    counts = counts.tolist()
+    check_placement(placement)
+    homes = placement.gpus_of(check_integer(layer, "layer", 0, placement.num_layers - 1))
+    counts = check_counts(counts, placement.num_experts).tolist()
     total = [0] * placement.num_gpus
     tokens = [None] * len(counts)
     movable = []

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support import dspark_ranks as rank_code
 
-from dspark_mini.dispatch import _mark
+from dspark_mini.dispatch import fingerprint
 from dspark_mini.experts import expert_mlp, make_expert, row_matmul
 from dspark_mini.launch import RanksFailed, run_ranks
 from dspark_mini.runtime import Job, ModelConfig, Options, reference_outputs, serve
@@ -35,7 +35,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
 def test_the_fingerprint_sees_order():
     a = np.array([[1, 2], [3, 4]])
-    assert _mark(a) != _mark(a[::-1]) and _mark(a) == _mark(a.copy())
+    assert fingerprint(a) != fingerprint(a[::-1]) and fingerprint(a) == fingerprint(a.copy())
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 7])

@@ -10,15 +10,15 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from dspark_mini import Link, Request, Topology, Worker, plan_batch
 from dspark_mini import planner as planner_module
-from dspark_mini.list_schedule import _list_schedule
-from dspark_mini.planner import _lower_bound, _Problem
+from dspark_mini.list_schedule import schedule
+from dspark_mini.planner import Problem, lower_bound
 
 TOPOLOGY = Topology(2, 2)
 
 
 def exact_step(requests, workers, topology):
     """The optimal step time by HiGHS, or None if memory cannot hold all requests."""
-    p = _Problem(requests, workers, topology)
+    p = Problem(requests, workers, topology)
     cost, need = p.cost_matrix()
     n, w, g = *cost.shape, len(p.prefix_tokens)
     size = n * w + g * w + 1  # x[r, w], y[g, w] (prefix computed there), T
@@ -93,7 +93,7 @@ def small_problems(draw):
 def test_small_batches_are_solved_exactly(problem):
     requests, workers = problem
     plan = plan_batch(requests, workers, TOPOLOGY)
-    busy, used = _Problem(requests, workers, TOPOLOGY).evaluate(plan.worker)
+    busy, used = Problem(requests, workers, TOPOLOGY).evaluate(plan.worker)
     assert (used <= [w.free_tokens for w in workers]).all()
     np.testing.assert_allclose(plan.busy_s, busy)
     best = exact_step(requests, workers, TOPOLOGY)
@@ -102,7 +102,7 @@ def test_small_batches_are_solved_exactly(problem):
     else:
         assert plan.exact and not plan.deferred
         assert plan.step_s == pytest.approx(best, rel=1e-6)
-        assert _lower_bound(_Problem(requests, workers, TOPOLOGY)) <= best * (1 + 1e-6)
+        assert lower_bound(Problem(requests, workers, TOPOLOGY)) <= best * (1 + 1e-6)
 
 
 @settings(max_examples=200, deadline=None)
@@ -110,9 +110,9 @@ def test_small_batches_are_solved_exactly(problem):
 def test_the_fast_path_is_sound_too(problem):
     """What runs for large batches, on small ones: memory kept, never below the bound."""
     requests, workers = problem
-    p = _Problem(requests, workers, TOPOLOGY)
-    bound = _lower_bound(p)
-    worker = _list_schedule(p, bound)
+    p = Problem(requests, workers, TOPOLOGY)
+    bound = lower_bound(p)
+    worker = schedule(p, bound)
     busy, used = p.evaluate(worker)
     assert (used <= p.free).all()
     if (worker >= 0).all():
@@ -144,7 +144,7 @@ def test_a_thousand_requests(kind):
     # Mixed traffic: the bound lets every group of a prefix use the same empty workers, so it is not tight.
     assert plan.gap <= (0.03 if kind == "mixed" else 0.02) and not plan.deferred
     assert plan.lower_bound_s <= plan.step_s
-    round_robin = _Problem(requests, workers, topology).evaluate(np.arange(1000) % 64)[0].max()
+    round_robin = Problem(requests, workers, topology).evaluate(np.arange(1000) % 64)[0].max()
     assert plan.step_s < 0.8 * round_robin
 
 

@@ -3,9 +3,19 @@
 import numpy as np
 import pytest
 
-from dspark_mini import Request, Topology, Worker, balancedness, place, plan_batch, rebalance, simulator, split_batch
+from dspark_mini import (
+    Request,
+    Topology,
+    Worker,
+    balancedness,
+    place,
+    plan_batch,
+    rebalance,
+    simulator,
+    split_batch,
+)
 from dspark_mini.__main__ import main
-from dspark_mini.rebalance import shrink
+from dspark_mini.rebalancing import shrink
 from dspark_mini.topology import Link
 from dspark_mini.trace import generate_trace, read_counts
 

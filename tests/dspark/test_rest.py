@@ -79,7 +79,7 @@ def test_the_simulator_s_exchange_is_the_topology_s():
         received = np.random.default_rng(0).uniform(1e6, 2e6, g)
         sent = np.full(g, received.sum() / g)
         traffic = sent[:, None] * received[None, :] / received.sum()
-        closed = simulator._exchange_s(sent, received, topology)
+        closed = simulator.even_exchange_s(sent, received, topology)
         assert closed == pytest.approx(topology.all_to_all_s(traffic), rel=0.1)
 
 

@@ -12,7 +12,7 @@ from dspark_mini.baselines import contiguous, equal_split
 from dspark_mini.dispatch import ExchangeError, exchange_rows, migrate, moe_forward, plan_exchange
 from dspark_mini.experts import Experts, moe_reference
 from dspark_mini.launch import connect
-from dspark_mini.rebalance import rebalance
+from dspark_mini.rebalancing import rebalance
 
 EXPERTS, TOP_K, DIM, HIDDEN = 16, 3, 24, 20
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dspark_mini.placement import _replicate
+from dspark_mini.placement import replicate
 from dspark_mini.trace import r1_like_load
 
 __all__ = ["EXERCISES", "check", "hint", "run", "solution"]
@@ -96,7 +96,7 @@ def _strict_copies(answer):
     _want(answer(np.array([4.0, 4.0, 1.0]), 4), [2, 1, 1], "equal loads: the lower id first")
     _want(answer(np.array([5.0, 2.0]), 2), [1, 1], "no spare slot")
     load = r1_like_load(num_layers=1)[0]
-    _want(answer(load, 288), _replicate(load[None], 288, 288)[0], "256 experts in 288 slots")
+    _want(answer(load, 288), replicate(load[None], 288, 288)[0], "256 experts in 288 slots")
 
 
 # ------------------------------------------------------------------------------------------------- 10b

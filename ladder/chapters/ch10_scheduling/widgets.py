@@ -14,9 +14,9 @@ import numpy as np
 
 from dspark_mini import plots, simulator
 from dspark_mini.load import balancedness
-from dspark_mini.place import place
 from dspark_mini.placement import Placement
-from dspark_mini.split import _balance, _check, _homes, split_bound
+from dspark_mini.placing import place
+from dspark_mini.split import balance, split_bound
 from dspark_mini.topology import Topology
 
 __all__ = ["Picture", "PourStepper", "Predict", "Puzzle", "SimulationExplorer", "pour_trace"]
@@ -177,19 +177,18 @@ class Puzzle(Explorer):
 
 
 def pour_trace(counts, placement, layer):
-    """Run `split_batch`'s own steps one at a time: a list of (what, expert or None, tokens per (expert, GPU), totals).
+    """`split_batch`, one change at a time: a list of (what, expert or None, tokens[expert][GPU], tokens of each GPU).
 
     The first entry is the equal split; then one entry per pour that changed something, and one per chain. The
     last entry is what `split_batch` returns, which a test checks.
     """
-    counts, layer = _check(counts, placement, layer)
-    homes, states = _homes(placement, layer), []
+    states = []
 
     def watch(what, expert, tokens, total):
-        table = [dict(zip(gpus, part)) for gpus, part in zip(homes, tokens)]
+        table = [dict(zip(gpus, part)) for gpus, part in zip(placement.gpus_of(layer), tokens)]
         states.append((what, expert, table, list(total)))
 
-    _balance(counts, placement, layer, watch)
+    balance(counts, placement, layer, watch)
     return states
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import numpy as np
 
 from .checks import check_load
-from .placement import GOAL, Placement, _count_rows, _gpu_load, _replicate, _slots_per_gpu, _weights
+from .placement import GOAL, Placement, count_rows, gpu_slots, plan_load, replicate, slot_weights
 
 __all__ = ["place"]
 
@@ -87,14 +87,14 @@ def _place_flat(load, num_gpus, num_slots):
         return _everything_everywhere(*load.shape, num_gpus, num_slots)
     cap = num_gpus
     mean = load.sum(axis=1) / num_gpus
-    copies = _replicate(load, num_slots, cap)
+    copies = replicate(load, num_slots, cap)
     heaviest = (load / copies).max(axis=1)
     goal = np.maximum(mean, heaviest) / GOAL  # a busiest GPU below this is good enough
 
-    plan = _pack(load, copies, num_gpus)
-    greedy = _replicate(load, num_slots, num_slots)
-    start = plan.copy() if (greedy == copies).all() else _pack(load, greedy, num_gpus)
-    baseline = _gpu_load(start, load).max(axis=1)  # what greedy replicate-and-pack reaches
+    plan = pack(load, copies, num_gpus)
+    greedy = replicate(load, num_slots, num_slots)
+    start = plan.copy() if (greedy == copies).all() else pack(load, greedy, num_gpus)
+    baseline = plan_load(start, load).max(axis=1)  # what greedy replicate-and-pack reaches
 
     plan = _separate(plan, load, num_gpus)
     peak = _swap(plan, load, goal, ROUNDS)
@@ -102,7 +102,7 @@ def _place_flat(load, num_gpus, num_slots):
         short = np.flatnonzero(peak * RETRY > goal * GOAL)
         if len(short) == 0:
             break
-        other = _pack(load[short], _replicate(load[short], num_slots, cap, offset), num_gpus)
+        other = pack(load[short], replicate(load[short], num_slots, cap, offset), num_gpus)
         other = _separate(other, load[short], num_gpus)
         other_peak = _swap(other, load[short], goal[short], 2 * ROUNDS)
         better = other_peak < peak[short]
@@ -113,7 +113,7 @@ def _place_flat(load, num_gpus, num_slots):
             plan[layer], peak[layer] = _explore(plan[layer], peak[layer], load[layer], goal[layer])
 
     slots = plan[plan >= 0].reshape(len(load), num_slots)
-    share = 1.0 / np.take_along_axis(_count_rows(slots, num_experts), slots, 1)
+    share = 1.0 / np.take_along_axis(count_rows(slots, num_experts), slots, 1)
     for layer in np.flatnonzero(peak > baseline * (1 + 1e-12)):
         slots[layer], share[layer] = _unequal(start[layer], load[layer], num_gpus)
     return slots, share
@@ -122,7 +122,7 @@ def _place_flat(load, num_gpus, num_slots):
 def _everything_everywhere(layers, num_experts, num_gpus, num_slots):
     """Slots enough for every expert on every GPU; what is left over repeats experts and serves nothing."""
     row, share = [], []
-    for size in _slots_per_gpu(num_slots, num_gpus).tolist():
+    for size in gpu_slots(num_slots, num_gpus).tolist():
         row += [i % num_experts for i in range(size)]
         share += [1.0 / num_gpus if i < num_experts else 0.0 for i in range(size)]
     return np.tile(row, (layers, 1)), np.tile(share, (layers, 1))
@@ -149,7 +149,7 @@ def _explore(plan, peak, load, goal):
         if len(trials) == 0:
             break
         loads = np.tile(load, (len(trials), 1))
-        plans = _separate(_pack(loads, trials, num_gpus), loads, num_gpus)
+        plans = _separate(pack(loads, trials, num_gpus), loads, num_gpus)
         peaks = _swap(plans, loads, np.full(len(trials), goal), ROUNDS)
         best = int(peaks.argmin())
         if peaks[best] >= centre_peak:
@@ -167,7 +167,7 @@ def _place_by_group(load, num_gpus, num_slots, num_nodes, num_groups):
     layers, num_experts = load.shape
     size = num_experts // num_groups
     group_load = load.reshape(layers, num_groups, size).sum(axis=2)
-    greedy = _pack(group_load, np.ones((layers, num_groups), np.int64), num_nodes)
+    greedy = pack(group_load, np.ones((layers, num_groups), np.int64), num_nodes)
     swapped = greedy.copy()
     _swap(swapped, group_load, np.zeros(layers), ROUNDS)
     best = None
@@ -189,11 +189,11 @@ def _place_by_group(load, num_gpus, num_slots, num_nodes, num_groups):
 
 def _peak(slots, share, load, num_gpus):
     slot_load = np.take_along_axis(load, slots, 1) * share
-    first = np.concatenate([[0], np.cumsum(_slots_per_gpu(slots.shape[1], num_gpus))[:-1]])
+    first = np.concatenate([[0], np.cumsum(gpu_slots(slots.shape[1], num_gpus))[:-1]])
     return np.add.reduceat(slot_load, first, axis=1).max(axis=1)
 
 
-def _pack(load, copies, num_gpus):
+def pack(load, copies, num_gpus):
     """Heaviest copy first into the least-loaded GPU with a free slot; ties by expert id, then by GPU id.
 
     Returns (layers, gpus, slots per GPU) expert ids, sorted by weight, -1 where a GPU has one slot less.
@@ -206,7 +206,7 @@ def _pack(load, copies, num_gpus):
     order = np.argsort(-weight, axis=1, kind="stable")
     expert, weight = np.take_along_axis(expert, order, 1), np.take_along_axis(weight, order, 1).T.copy()
 
-    size = _slots_per_gpu(num_slots, num_gpus)
+    size = gpu_slots(num_slots, num_gpus)
     free = np.tile(size, layers)
     gpu_load = np.zeros((layers, num_gpus))
     flat, base = gpu_load.ravel(), rows * num_gpus  # `flat` is a view: one index per layer updates it
@@ -233,7 +233,7 @@ def _swap(plan, load, goal, rounds):
     is half its difference d, and the pair's maximum falls whenever 0 < w_i - w_j < 2 * d / 2. So a swap never hurts.
     """
     _, num_gpus, k = plan.shape
-    weight = _weights(plan, load)
+    weight = slot_weights(plan, load)
     gpu_load = weight.sum(axis=2)
     peak = gpu_load.max(axis=1)
     pairs = num_gpus // 2
@@ -272,7 +272,7 @@ def _separate(plan, load, num_gpus):
     """Swap away second copies of an expert on one GPU wherever a GPU without that expert can take one."""
     ordered = np.sort(plan, axis=2)
     twice = ((ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] >= 0)).any(axis=(1, 2))
-    weights = _weights(plan, load) if twice.any() else None
+    weights = slot_weights(plan, load) if twice.any() else None
     for layer in np.flatnonzero(twice):
         rows, weight = plan[layer], weights[layer]
         for _ in range(4 * rows.size):
