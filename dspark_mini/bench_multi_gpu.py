@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from datetime import timedelta
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from . import baselines, simulator
 from .demo import prepare
 from .dispatch import all_to_all, gather_rows, migrate, moe_forward
 from .experts import Experts
-from .launch import connect
+from .launch import connect, join_group
 from .load import balancedness
 from .placement import Placement, moves_between
 from .placing import place
@@ -78,13 +77,7 @@ def dispatch_rank(rank, num_ranks, port, device, sizes, path):
     prepare()
     if device == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
-        store=dist.PrefixStore("dispatch", connect(port)),
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timedelta(seconds=60),
-    )
+    join_group(connect(port), "dispatch", rank, num_ranks, timeout_s=60, cuda=device != "cpu")
     for report in measure_ranks(f"cuda:{rank}" if device == "cuda" else "cpu", sizes):
         if rank == 0:
             with open(path, "a") as file:
@@ -149,8 +142,7 @@ def _link(device, dtype, ranks, sizes, repeats=8):
 
     best = min(_seconds(device, ranks, run)[0] for _ in range(3)) / repeats
     sent = (rows - part[0]) * sizes["dim"] * x.element_size()
-    link = Topology().intra
-    predicted = link.latency_s + sent / link.bytes_per_s
+    predicted = Topology().intra.seconds(sent)
     return {"what": "link", "bytes_sent": sent, "seconds": best, "gb_s": sent / best / 1e9 if ranks > 1 else None,
             "predicted_gb_s": sent / predicted / 1e9}  # fmt: skip
 

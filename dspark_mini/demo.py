@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from . import baselines
-from .dispatch import gather_rows, moe_forward
+from .dispatch import gather_rows, moe_forward, rank_in
 from .experts import Experts, moe_reference
-from .launch import connect, run_ranks
+from .launch import connect, join_group, run_ranks
 from .load import balancedness
 from .placing import place
 from .runtime import Job, ModelConfig, Options, reference_outputs, serve
@@ -56,18 +56,12 @@ def prepare():
 
 def layer_rank(rank, num_ranks, port, settings):
     """The same, started by `launch.run_ranks` instead of torchrun."""
-    dist.init_process_group(
-        "gloo",
-        store=dist.PrefixStore("run", connect(port)),
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timedelta(seconds=settings["timeout_s"]),
-    )
+    join_group(connect(port), "run", rank, num_ranks, timeout_s=settings["timeout_s"])
     return layer_demo(settings)
 
 
 def _layer(settings, device):
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, ranks = rank_in(None)
     dim, hidden = settings["dim"], settings["hidden"]
     tokens, layers, steps = settings["tokens"], settings["layers"], settings["steps"]
     dtype = torch.float32 if device == "cpu" else torch.bfloat16

@@ -88,6 +88,11 @@ class ExchangePlan:
         return self.sends[:, self.slot_gpu == self.rank]
 
 
+def rank_in(group):
+    """(rank, ranks) of this process in `group`; alone where no group was made."""
+    return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+
+
 def plan_exchange(
     topk_ids, placement, layer, *, width, dtype=torch.float32, group=None, split=split_batch, refuse=None
 ):
@@ -98,7 +103,7 @@ def plan_exchange(
     ExchangeError on all ranks if they disagree, ValueError (on this rank) for bad ids. `refuse` is an error to
     raise instead of going on, once the other ranks, who wait for our counts, have been told.
     """
-    rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    rank, ranks = rank_in(group)
     ids = topk_ids.detach().cpu().numpy() if isinstance(topk_ids, Tensor) else np.asarray(topk_ids)
     mine, bad = np.zeros(placement.num_experts, dtype=np.int64), refuse
     try:
@@ -173,7 +178,7 @@ def exchange_rows(rows, send, receive, group=None, out=None):
     ...), or fills `out`, which may have any strides. With more than one rank the counts are compared with the
     other side's before the payload: every rank of a group that disagrees raises ExchangeError.
     """
-    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    ranks = rank_in(group)[1]
     send, receive = [int(n) for n in send], [int(n) for n in receive]
     shape = (sum(receive), *rows.shape[1:])
     problem = ""
@@ -185,13 +190,8 @@ def exchange_rows(rows, send, receive, group=None, out=None):
         problem = f"out must be {rows.dtype} of shape {shape}, got {out.dtype} {tuple(out.shape)}"
     if ranks > 1:
         width = rows[0:1].numel() if len(rows) else int(np.prod(rows.shape[1:]))
-        report = [
-            bool(problem),
-            width,
-            DTYPES.get(rows.dtype, -1),
-            *(send if not problem else [0] * ranks),
-            *(receive if not problem else [0] * ranks),
-        ]
+        asked = [*send, *receive] if not problem else [0] * 2 * ranks
+        report = [bool(problem), width, DTYPES.get(rows.dtype, -1), *asked]
         table = gather_rows(np.array(report), group, ranks)
         sends, receives = table[:, 3 : 3 + ranks], table[:, 3 + ranks :]
         if problem:
@@ -213,7 +213,7 @@ def all_to_all(rows, send, receive, group, out=None):
     rows = rows.contiguous()
     shape = (sum(receive), *rows.shape[1:])
     buffer = out if out is not None and out.is_contiguous() else rows.new_empty(shape)
-    if dist.is_initialized() and dist.get_world_size(group) > 1:
+    if rank_in(group)[1] > 1:
         dist.all_to_all_single(buffer, rows, list(receive), list(send), group=group)
     else:
         buffer.copy_(rows)
@@ -261,7 +261,7 @@ def moe_forward(x, topk_ids, topk_weights, experts, placement, layer, *, group=N
     # Ranks that share cores must not count each other's time, so on a CPU the compute clock is this thread's own.
     clock = time.perf_counter if x.is_cuda else time.thread_time
     start = time.perf_counter()
-    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    rank = rank_in(group)[0]
     wanted = placement.slot_expert[layer, placement.slot_gpu == rank]
     held = experts.held[layer, : len(wanted)]
     refuse = None
@@ -298,7 +298,7 @@ def migrate(experts, moves, placement, *, group=None):
     Layer by layer, so that memory for one layer's copies is enough. All copies arrive in a buffer before any slot of
     that layer is overwritten, since the moves are simultaneous. Collective; returns the bytes this rank received.
     """
-    rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    rank, ranks = rank_in(group)
     gpu = placement.slot_gpu
     first = np.searchsorted(gpu, np.arange(placement.num_gpus))
     received = 0

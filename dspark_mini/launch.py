@@ -14,7 +14,7 @@ import traceback
 from datetime import timedelta
 from multiprocessing.connection import wait
 
-__all__ = ["RanksFailed", "connect", "run_ranks"]
+__all__ = ["RanksFailed", "connect", "join_group", "run_ranks"]
 
 
 class RanksFailed(RuntimeError):
@@ -26,6 +26,19 @@ def connect(port, timeout_s=60.0):
     import torch.distributed as dist
 
     return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+def join_group(store, name, rank, num_ranks, *, timeout_s, cuda=False):
+    """Make the default process group, whose ranks meet in `store` under `name`: over gloo, rows on a GPU over NCCL."""
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        store=dist.PrefixStore(name, store),
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=timeout_s),
+    )
 
 
 def run_ranks(function, num_ranks, *args, timeout_s=120.0, may_die=()):

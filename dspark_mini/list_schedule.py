@@ -82,9 +82,8 @@ class _Schedule:
         token_s, prefix = self.token_s[w], self.prefix[r]
         seconds, memory = self.tokens[r] * token_s, self.tokens[r]
         if self.kv_tokens[r] and self.home[r] != w:
-            topology = self.problem.topology
-            link = topology.intra if self.home[r] // self.per_node == w // self.per_node else topology.inter
-            seconds += min(link.latency_s + self.kv_bytes[r] / link.bytes_per_s, self.kv_tokens[r] * token_s)
+            link = self.problem.topology.link(self.home[r], w)
+            seconds += min(link.seconds(self.kv_bytes[r]), self.kv_tokens[r] * token_s)
             memory += self.kv_tokens[r]
         if prefix >= 0 and w not in self.holds[prefix]:
             seconds += self.prefix_tokens[prefix] * token_s
@@ -133,7 +132,7 @@ class _Schedule:
         p = self.problem
         homed = np.flatnonzero((p.kv_tokens > 0) & (self.worker < 0))
         link = p.topology.inter if p.topology.num_nodes > 1 else p.topology.intra
-        leave = np.minimum(p.kv_tokens * p.token_s.min(), link.latency_s + p.kv_bytes / link.bytes_per_s)[homed]
+        leave = np.minimum(p.kv_tokens * p.token_s.min(), link.seconds(p.kv_bytes))[homed]
         evicted = []
         for r in homed[np.lexsort((homed, -leave / p.tokens[homed], p.home[homed]))].tolist():
             w, own, prefix = self.home[r], self.tokens[r], self.prefix[r]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .checks import check_counts
+from .checks import check_counts, check_integer, check_number, plain
 
 __all__ = ["LoadTracker", "balancedness", "count_tokens"]
 
@@ -22,13 +22,13 @@ def count_tokens(topk_ids, num_experts, mask=None):
     False for tokens that are not to be counted (padding, warm-up). Returns (num_experts,) int64. Raises
     ValueError for ids outside -1 .. num_experts - 1 and for a mask of the wrong shape.
     """
-    ids = np.asarray(topk_ids.detach().cpu() if hasattr(topk_ids, "detach") else topk_ids)
+    ids = plain(topk_ids)
     if ids.ndim != 2:
         raise ValueError(f"topk_ids must have shape (tokens, top_k), got {ids.shape}")
     if ids.dtype.kind not in "iu":
         raise ValueError(f"topk_ids must hold integer expert ids, got dtype {ids.dtype}")
     if mask is not None:
-        mask = np.asarray(mask.detach().cpu() if hasattr(mask, "detach") else mask)
+        mask = plain(mask)
         if mask.shape != ids.shape[:1] or mask.dtype != bool:
             raise ValueError(f"mask must be bool of shape ({ids.shape[0]},), got {mask.dtype} {mask.shape}")
         ids = ids[mask]
@@ -63,12 +63,11 @@ class LoadTracker:
     """
 
     def __init__(self, num_layers, num_experts, *, half_life=None, warmup_steps=0):
-        if num_layers < 1 or num_experts < 1:
-            raise ValueError(f"num_layers and num_experts must be positive, got {num_layers} and {num_experts}")
-        if half_life is not None and not half_life > 0:
-            raise ValueError(f"half_life must be a positive number of tokens or None, got {half_life}")
-        self.counts = np.zeros((num_layers, num_experts), dtype=np.int64)
-        self._decayed = np.zeros((num_layers, num_experts))
+        shape = check_integer(num_layers, "num_layers", 1), check_integer(num_experts, "num_experts", 1)
+        if half_life is not None:
+            check_number(half_life, "half_life, if not None,", positive=True)
+        self.counts = np.zeros(shape, dtype=np.int64)
+        self._decayed = np.zeros(shape)
         self._half_life = half_life
         self._warmup_steps = warmup_steps
         self.steps = 0

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .checks import check_load
+from .checks import check_integer, check_load
 from .placement import GOAL, Placement, count_rows, gpu_slots, plan_load, replicate, slot_weights
 
 __all__ = ["place"]
@@ -51,7 +51,9 @@ def place(load, *, num_gpus, num_slots, num_nodes=1, num_groups=1):
     """
     load = check_load(load)
     num_experts = load.shape[1]
-    _check_positive(num_gpus=num_gpus, num_slots=num_slots, num_nodes=num_nodes, num_groups=num_groups)
+    sizes = {"num_gpus": num_gpus, "num_slots": num_slots, "num_nodes": num_nodes, "num_groups": num_groups}
+    for name, value in sizes.items():
+        check_integer(value, name, 1)
     if num_slots < max(num_experts, num_gpus):
         raise ValueError(
             f"num_slots must be at least one per expert ({num_experts}) and per GPU ({num_gpus}), got {num_slots}"
@@ -72,12 +74,6 @@ def place(load, *, num_gpus, num_slots, num_nodes=1, num_groups=1):
     else:
         slots, share = _place_flat(planned, num_gpus, num_slots)
     return Placement(slots, load, num_gpus, num_nodes, share)
-
-
-def _check_positive(**values):
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-            raise ValueError(f"{name} must be a positive integer, got {value!r}")
 
 
 def _place_flat(load, num_gpus, num_slots):

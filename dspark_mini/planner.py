@@ -175,10 +175,9 @@ class Problem:
 
     def fetch(self, r, w):
         """Seconds to have the KV cache of requests r on workers w (arrays), and where it is copied, not recomputed."""
-        link = [self.topology.intra, self.topology.inter]
-        across = (self.topology.node_of(self.home[r]) != self.topology.node_of(w)).astype(int)
-        latency, rate = (np.array([getattr(x, name) for x in link])[across] for name in ("latency_s", "bytes_per_s"))
-        copy = latency + self.kv_bytes[r] / rate
+        topology, num_bytes = self.topology, self.kv_bytes[r]
+        near = topology.node_of(self.home[r]) == topology.node_of(w)
+        copy = np.where(near, topology.intra.seconds(num_bytes), topology.inter.seconds(num_bytes))
         again = self.kv_tokens[r] * self.token_s[w]
         away = (self.home[r] != w) & (self.kv_tokens[r] > 0)
         return np.where(away, np.minimum(copy, again), 0.0), away & (copy <= again)
@@ -248,7 +247,7 @@ def lower_bound(problem):
     fast, workers = p.token_s.min(), len(p.workers)
     own = p.tokens * fast
     link = p.topology.intra if p.topology.gpus_per_node > 1 else p.topology.inter
-    leave = np.minimum(link.latency_s + p.kv_bytes / link.bytes_per_s, p.kv_tokens * fast)
+    leave = np.minimum(link.seconds(p.kv_bytes), p.kv_tokens * fast)
     leave = np.where(p.kv_tokens > 0, leave, 0.0)
     # A single request needs the prefix, if nobody has it, and its own tokens, on the least busy worker.
     alone = own + np.where(p.prefix >= 0, np.append(p.prefix_tokens * ~p.cached.any(axis=1), 0)[p.prefix] * fast, 0.0)

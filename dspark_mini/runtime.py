@@ -31,15 +31,15 @@ import signal
 import time
 import traceback
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from .checks import check_integer
 from .dispatch import ExchangeError, gather_rows, migrate, moe_forward
 from .experts import Experts, by_rows, moe_reference, row_matmul
-from .launch import connect
+from .launch import connect, join_group
 from .load import LoadTracker
 from .placement import Placement, moves_between
 from .placing import place
@@ -65,8 +65,8 @@ class ModelConfig:
 
     def __post_init__(self):
         for name, value in asdict(self).items():
-            if name not in ("skew", "seed") and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+            if name not in ("skew", "seed"):
+                check_integer(value, name, 1)
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k must not exceed num_experts ({self.num_experts}), got {self.top_k}")
 
@@ -242,13 +242,9 @@ class Runtime:
             os.environ.setdefault(
                 "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
             )  # whom to blame is decided here, not by a watchdog
-        dist.init_process_group(
-            "gloo" if self.device == "cpu" else "cpu:gloo,cuda:nccl",
-            store=dist.PrefixStore(f"group/{self.epoch}", self.store),
-            rank=self.members.index(self.me),
-            world_size=len(self.members),
-            timeout=timedelta(seconds=self.options.timeout_s),
-        )
+        rank, ranks, timeout_s = self.members.index(self.me), len(self.members), self.options.timeout_s
+        name = f"group/{self.epoch}"
+        join_group(self.store, name, rank, ranks, timeout_s=timeout_s, cuda=self.device != "cpu")
 
     def _first_plan(self):
         """Nothing is known about the load yet: place for an even one."""

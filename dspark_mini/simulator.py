@@ -297,7 +297,7 @@ def even_exchange_s(sent, received, topology):
     for link, part in ((topology.intra, (per_node - 1) / gpus), (topology.inter, (gpus - per_node) / gpus)):
         busiest = max(sent.max(), received.max()) * part
         if busiest > 0:
-            seconds = max(seconds, link.latency_s + busiest / link.bytes_per_s)
+            seconds = max(seconds, link.seconds(busiest))
     return seconds
 
 

@@ -26,6 +26,10 @@ class Link:
         check_number(self.latency_s, "latency_s of a link")
         check_number(self.bytes_per_s, "bytes_per_s of a link", positive=True)
 
+    def seconds(self, num_bytes):
+        """How long a message of `num_bytes` takes (a number or an array)."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -55,12 +59,9 @@ class Topology:
         """Node of GPU `gpu` (an int or an array of ints)."""
         return gpu // self.gpus_per_node
 
-    def transfer_s(self, source, target, num_bytes):
-        """Seconds to send `num_bytes` from GPU `source` to GPU `target`; 0 where both are the same."""
-        if source == target:
-            return 0.0
-        link = self.intra if self.node_of(source) == self.node_of(target) else self.inter
-        return link.latency_s + num_bytes / link.bytes_per_s
+    def link(self, source, target):
+        """The kind of link between two GPUs."""
+        return self.intra if self.node_of(source) == self.node_of(target) else self.inter
 
     def all_to_all_s(self, traffic):
         """Seconds for an all-to-all that moves `traffic` (gpus, gpus) bytes from row to column.
@@ -79,5 +80,5 @@ class Topology:
             moved = np.where(mask, traffic, 0.0)
             busiest = max(moved.sum(axis=0).max(), moved.sum(axis=1).max())
             if busiest > 0:
-                seconds = max(seconds, link.latency_s + busiest / link.bytes_per_s)
+                seconds = max(seconds, link.seconds(busiest))
         return seconds

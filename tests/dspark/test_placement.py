@@ -167,7 +167,7 @@ def test_scale_does_not_matter():
         (["a", "b"], {}, "load must hold numbers"),
         ([[1.0, 2.0], [1.0]], {}, "rectangular"),
         ([1.0] * 5, {"num_slots": 4}, "num_slots must be at least one per expert"),
-        ([1.0] * 4, {"num_gpus": 0}, "num_gpus must be a positive integer"),
+        ([1.0] * 4, {"num_gpus": 0}, "num_gpus must be at least 1, got 0"),
         ([1.0] * 4, {"num_nodes": 3}, "num_nodes must divide num_gpus"),
         ([1.0] * 4, {"num_groups": 3}, "num_groups must divide"),
     ],

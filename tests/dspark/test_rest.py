@@ -55,7 +55,7 @@ def test_counts_are_64_bits_and_old_load_fades():
         (lambda: count_tokens([[1]], 4, mask=np.array([1])), "mask must be bool"),
         (lambda: LoadTracker(1, 2).update([[1, 2, 3]]), "counts must have shape"),
         (lambda: LoadTracker(1, 2).update([[1, -2]]), "counts must not be negative"),
-        (lambda: LoadTracker(0, 2), "num_layers and num_experts"),
+        (lambda: LoadTracker(0, 2), "num_layers must be at least 1, got 0"),
         (lambda: Topology(0, 8), "num_nodes must be at least 1, got 0"),
         (lambda: Topology(1, 2).all_to_all_s(np.zeros((3, 3))), "traffic must have shape"),
     ],
@@ -67,7 +67,7 @@ def test_bad_input_is_named(call, message):
 
 def test_topology_times():
     topology = Topology(2, 2, dspark_mini.Link(1.0, 10.0), dspark_mini.Link(2.0, 5.0))
-    assert [topology.transfer_s(0, g, 10) for g in range(4)] == [0.0, 2.0, 4.0, 4.0]
+    assert [topology.link(0, g).seconds(10) for g in (1, 2, 3)] == [2.0, 4.0, 4.0]
     traffic = np.zeros((4, 4))
     traffic[0, 1], traffic[0, 2], traffic[1, 2] = 30, 10, 10  # GPU 2 receives 20 from the other node
     assert topology.all_to_all_s(traffic) == max(1 + 30 / 10, 2 + 20 / 5)

@@ -1,7 +1,6 @@
 """What the ranks of the distributed tests run. One set of processes does many checks: starting them costs the most."""
 
 import os
-from datetime import timedelta
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ from dspark_mini import Placement, place
 from dspark_mini.baselines import contiguous, equal_split
 from dspark_mini.dispatch import ExchangeError, exchange_rows, migrate, moe_forward, plan_exchange
 from dspark_mini.experts import Experts, moe_reference
-from dspark_mini.launch import connect
+from dspark_mini.launch import connect, join_group
 from dspark_mini.rebalancing import rebalance
 
 EXPERTS, TOP_K, DIM, HIDDEN = 16, 3, 24, 20
@@ -20,13 +19,7 @@ EXPERTS, TOP_K, DIM, HIDDEN = 16, 3, 24, 20
 def join(rank, ranks, port, timeout_s=30):
     store = connect(port)
     join.number = getattr(join, "number", 0) + 1  # every group meets under a name of its own
-    dist.init_process_group(
-        "gloo",
-        store=dist.PrefixStore(f"test/{join.number}", store),
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    join_group(store, f"test/{join.number}", rank, ranks, timeout_s=timeout_s)
     return store
 
 
