@@ -38,15 +38,9 @@ from .load import count_tokens
 from .split import assign_sources, split_batch
 
 __all__ = [
-    "ExchangeError",
-    "ExchangePlan",
-    "combine",
-    "dispatch",
-    "exchange_rows",
-    "migrate",
-    "moe_forward",
+    "ExchangeError", "ExchangePlan", "combine", "dispatch", "exchange_rows", "migrate", "moe_forward",
     "plan_exchange",
-]
+]  # fmt: skip
 
 HEADER = ("layer", "placement", "width", "dtype", "top_k", "pairs")
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}

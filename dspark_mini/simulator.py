@@ -25,18 +25,9 @@ from .split import gpu_tokens, split_batch, split_bound
 from .topology import Topology
 
 __all__ = [
-    "GPU",
-    "H200",
-    "MODELS",
-    "Load",
-    "MoEShape",
-    "Result",
-    "chunk_load",
-    "decode_load",
-    "four_way",
-    "prefill_load",
+    "GPU", "H200", "MODELS", "Load", "MoEShape", "Result", "chunk_load", "decode_load", "four_way", "prefill_load",
     "simulate",
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,33 +77,14 @@ class MoEShape:
 MODELS = {
     # Widths from the public configurations. FLOPs per pair: 2 * heads * (192 + 128), and on the latent (576 + 512).
     "v2-lite": MoEShape(
-        "DeepSeek-V2-Lite",
-        26,
-        2048,
-        1408,
-        64,
-        6,
-        2,
-        576,
-        2048 * (16 * 192 + 576 + 16 * 128) + 512 * 16 * 256,
-        2 * 16 * 320,
-        2 * 16 * 1088,
+        "DeepSeek-V2-Lite", 26, 2048, 1408, 64, 6, 2, 576, 2048 * (16 * 192 + 576 + 16 * 128) + 512 * 16 * 256,
+        2 * 16 * 320, 2 * 16 * 1088,
     ),
     "r1": MoEShape(
-        "DeepSeek-R1",
-        58,
-        7168,
-        2048,
-        256,
-        8,
-        1,
-        576,
-        7168 * (1536 + 576 + 128 * 128) + 1536 * 128 * 192 + 512 * 128 * 256,
-        2 * 128 * 320,
-        2 * 128 * 1088,
-        1.0,
+        "DeepSeek-R1", 58, 7168, 2048, 256, 8, 1, 576,
+        7168 * (1536 + 576 + 128 * 128) + 1536 * 128 * 192 + 512 * 128 * 256, 2 * 128 * 320, 2 * 128 * 1088, 1.0,
     ),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
