@@ -66,7 +66,7 @@ def _best_ms(call, *args, **keywords):
 
 
 def trace_files(folder=None):
-    """The real traces in `folder`, $DSPARK_TRACES or shared/data/traces, whichever has any first; else an empty list."""
+    """The real traces in `folder`, $DSPARK_TRACES or shared/data/traces, the first that has any; or none."""
     shared = (root / "shared/data/traces" for root in Path(__file__).resolve().parents[1:3])
     folders = (Path(f) for f in (folder, os.environ.get("DSPARK_TRACES"), *shared) if f)
     return next(filter(None, (sorted(f.glob("esft_*.npz")) for f in folders)), [])

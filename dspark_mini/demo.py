@@ -79,20 +79,9 @@ def _layer(settings, device):
         "before": (baselines.contiguous(history, num_gpus=ranks), baselines.equal_split),
         "after": (place(history, num_gpus=ranks, num_slots=slots * ranks), split_batch),
     }
-    report = {
-        "ranks": ranks,
-        "device": device,
-        "dim": dim,
-        "hidden": hidden,
-        "experts": trace.num_experts,
-        "top_k": trace.top_k,
-        "layers": layers,
-        "tokens_per_rank": tokens,
-        "slots_per_gpu": slots,
-        "steps": steps,
-        "trace": trace.source,
-        "generated": trace.generated,
-    }
+    report = {"ranks": ranks, "device": device, "dim": dim, "hidden": hidden, "experts": trace.num_experts}
+    report |= {"top_k": trace.top_k, "layers": layers, "tokens_per_rank": tokens, "slots_per_gpu": slots}
+    report |= {"steps": steps, "trace": trace.source, "generated": trace.generated}
     outputs = {}
     for name, (placement, split) in plans.items():
         held = placement.slot_expert[:, placement.slot_gpu == rank]
@@ -117,7 +106,7 @@ def _layer(settings, device):
             "exchange_s": (busy[:, 1] / 1e9).tolist(),
             "critical_rows": int(rows.max(axis=1).sum()),
         }
-    same = all(torch.equal(outputs["before", s, y], outputs["after", s, y]) for s in range(1) for y in range(layers))
+    same = all(torch.equal(outputs["before", 0, y], outputs["after", 0, y]) for y in range(layers))
     x, ids, weights = _inputs(trace, 0, half, 0, rank, ranks, tokens, dim, dtype, device)
     alone = moe_reference(x, ids, weights, 0, num_experts=trace.num_experts, hidden=hidden)
     identical = same and torch.equal(alone, outputs["after", 0, 0])

@@ -298,12 +298,9 @@ def migrate(experts, moves, placement, *, group=None):
     received = 0
     for layer in sorted({move.layer for move in moves}):
         here = [move for move in moves if move.layer == layer]
-        sent = sorted(
-            (m for m in here if m.source >= 0 and gpu[m.source] == rank), key=lambda m: (gpu[m.target], m.target)
-        )
-        wanted = sorted(
-            (m for m in here if m.source >= 0 and gpu[m.target] == rank), key=lambda m: (gpu[m.source], m.target)
-        )
+        fetched = [m for m in here if m.source >= 0]
+        sent = sorted((m for m in fetched if gpu[m.source] == rank), key=lambda m: (gpu[m.target], m.target))
+        wanted = sorted((m for m in fetched if gpu[m.target] == rank), key=lambda m: (gpu[m.source], m.target))
         stored = [(m, experts.stored(layer, m.expert)) for m in here if m.source < 0 and gpu[m.target] == rank]
         rows = experts.weights[layer, [int(m.source - first[rank]) for m in sent]]
         send = np.bincount([gpu[m.target] for m in sent], minlength=ranks)

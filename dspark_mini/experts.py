@@ -66,7 +66,7 @@ class Experts:
 
     def __init__(self, held, *, dim, hidden, seed=0, dtype=torch.float32, device="cpu"):
         self.held = np.array(held, dtype=np.int64)
-        self.dim, self.hidden, self.seed, self.dtype, self.device = (dim, hidden, seed, dtype, torch.device(device))
+        self.dim, self.hidden, self.seed, self.dtype, self.device = dim, hidden, seed, dtype, torch.device(device)
         layers, slots = self.held.shape
         # One row per slot, so that a copy moves as one row of `exchange_rows`.
         self.weights = torch.zeros(layers, slots, 3 * dim * hidden, dtype=dtype, device=self.device)
@@ -126,7 +126,7 @@ _grouped_checked = {}
 def _grouped_works(rows):
     """Whether torch's grouped product serves `rows` and agrees with one product at a time; tried once a device.
 
-    What it is tried on has the layout of `Experts.weights`: the matrices of a slot are not neighbours of the next slot's.
+    The trial has the layout of `Experts.weights`: the matrices of a slot are not neighbours of the next slot's.
     """
     if GROUPED_MM is None or not rows.is_cuda or rows.dtype != torch.bfloat16 or not len(rows):
         return False

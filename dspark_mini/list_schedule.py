@@ -154,7 +154,7 @@ class _Schedule:
             self.fill(g, groups[g])
 
     def fill(self, g, queue):
-        """Fill the workers that hold prefix g to the limit, then one new worker at a time; `queue` has the largest first."""
+        """Fill the workers that hold prefix g to the limit, then new ones one by one; `queue` has the largest first."""
         sizes = [-self.tokens[r] for r in queue]  # ascending, so that bisect finds the largest that still fits
         opened, unopened = sorted(self.holds[g], key=lambda w: (self.time[w], w)), None
         while queue:

@@ -108,20 +108,24 @@ class Plan:
         return self.step_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else 0.0
 
 
+def _check_sequence(items, name, kind):
+    if not isinstance(items, Iterable):
+        raise ValueError(f"{name} must be a sequence, got {items!r}")
+    items = list(items)
+    for i, item in enumerate(items):
+        if not isinstance(item, kind):
+            raise ValueError(f"{name}[{i}] must be a {kind.__name__}, got {item!r}")
+    return items
+
+
 class Problem:
     """The batch as arrays, and c(r, w)."""
 
     def __init__(self, requests, workers, topology):
         if not isinstance(topology, Topology):
             raise ValueError(f"topology must be a Topology, got {topology!r}")
-        for name, items in (("requests", requests), ("workers", workers)):
-            if not isinstance(items, Iterable):
-                raise ValueError(f"{name} must be a sequence, got {items!r}")
-        self.requests, self.workers, self.topology = list(requests), list(workers), topology
-        for name, items, kind in (("requests", self.requests, Request), ("workers", self.workers, Worker)):
-            for i, item in enumerate(items):
-                if not isinstance(item, kind):
-                    raise ValueError(f"{name}[{i}] must be a {kind.__name__}, got {item!r}")
+        self.requests = _check_sequence(requests, "requests", Request)
+        self.workers, self.topology = _check_sequence(workers, "workers", Worker), topology
         n, w = len(self.requests), len(self.workers)
         if w == 0:
             raise ValueError("workers must not be empty")
@@ -134,19 +138,13 @@ class Problem:
         self.load = np.array([x.load_s for x in self.workers], dtype=np.float64)
         self.free = np.array([x.free_tokens for x in self.workers], dtype=np.int64)
         self.token_s = np.array([x.token_s for x in self.workers], dtype=np.float64)
-        self.tokens = np.array([r.tokens for r in self.requests], dtype=np.int64).reshape(n)
-        self.kv_tokens = np.array([r.kv_tokens for r in self.requests], dtype=np.int64).reshape(n)
-        self.kv_bytes = np.array([r.kv_bytes for r in self.requests], dtype=np.float64).reshape(n)
-        self.home = np.array([-1 if r.kv_worker is None else r.kv_worker for r in self.requests], dtype=np.int64)
-        self.home = self.home.reshape(n)
-        for name, array, low in (
-            ("tokens", self.tokens, 1),
-            ("kv_tokens", self.kv_tokens, 0),
-            ("kv_bytes", self.kv_bytes, 0),
-        ):
+        for name, low, dtype in (("tokens", 1, np.int64), ("kv_tokens", 0, np.int64), ("kv_bytes", 0, np.float64)):
+            array = np.array([getattr(r, name) for r in self.requests], dtype=dtype)
             if (array < low).any():
                 r = int(np.flatnonzero(array < low)[0])
                 raise ValueError(f"requests[{r}].{name} must be at least {low}, got {array[r]}")
+            setattr(self, name, array)
+        self.home = np.array([-1 if r.kv_worker is None else r.kv_worker for r in self.requests], dtype=np.int64)
         wrong = (self.home < -1) | (self.home >= w) | ((self.kv_tokens > 0) & (self.home < 0))
         if wrong.any():
             r = int(np.flatnonzero(wrong)[0])
@@ -231,9 +229,8 @@ def plan_batch(requests, workers, topology):
         bound = lower_bound(Problem(kept, workers, topology)) if kept else float(problem.load.max())
     moved = np.flatnonzero(served & (problem.kv_tokens > 0) & (worker != problem.home))
     copied = moved[problem.fetch(moved, worker[moved])[1]]
-    return Plan(
-        worker, busy, float(busy.max()) if exact else bound, exact, tuple(moved.tolist()), tuple(copied.tolist())
-    )
+    lowest = float(busy.max()) if exact else bound
+    return Plan(worker, busy, lowest, exact, tuple(moved.tolist()), tuple(copied.tolist()))
 
 
 def lower_bound(problem):

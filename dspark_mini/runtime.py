@@ -114,8 +114,12 @@ class Model:
         self.bias = draw(config.num_layers, config.num_experts) * config.skew
         self.head = draw(config.dim, config.vocab) * config.dim**-0.5
 
-    def enter(self, state, tokens):
-        return _norm(0.5 * state + self.embedding[tokens])
+    def enter(self, batch):
+        """The hidden states (tokens, dim) with which a batch (a list of `_Progress`) enters the first layer."""
+        if not batch:
+            return torch.zeros(0, self.config.dim, device=self.device)
+        tokens = torch.tensor([p.next_token for p in batch], device=self.device)
+        return _norm(0.5 * torch.stack([p.state for p in batch]) + self.embedding[tokens])
 
     def route(self, state, layer):
         """(topk_ids, topk_weights), both (tokens, top_k)."""
@@ -123,8 +127,10 @@ class Model:
         top = scores.topk(self.config.top_k, dim=-1)
         return top.indices, top.values.softmax(dim=-1)
 
-    def leave(self, state):
-        return row_matmul(state, self.head).argmax(dim=-1)
+    def leave(self, batch, state):
+        """Commit each request's state after the last layer, and its next token."""
+        for progress, row, token in zip(batch, state, row_matmul(state, self.head).argmax(dim=-1)):
+            progress.commit(row, token)
 
 
 def _norm(x):
@@ -163,17 +169,12 @@ def reference_outputs(config, jobs, device="cpu"):
         batch = [p for p in progress if p.left]
         if not batch:
             return [p.output for p in progress]
-        state = model.enter(
-            torch.stack([p.state for p in batch]), torch.tensor([p.next_token for p in batch], device=device)
-        )
+        state = model.enter(batch)
         for layer in range(config.num_layers):
             ids, weights = model.route(state, layer)
-            moe = moe_reference(
-                state, ids, weights, layer, num_experts=config.num_experts, hidden=config.hidden, seed=config.seed
-            )
-            state = _norm(state + moe)
-        for p, s, t in zip(batch, state, model.leave(state)):
-            p.commit(s, t)
+            widths = {"num_experts": config.num_experts, "hidden": config.hidden, "seed": config.seed}
+            state = _norm(state + moe_reference(state, ids, weights, layer, **widths))
+        model.leave(batch, state)
 
 
 def abandon_group(cuda):
@@ -223,15 +224,9 @@ class Runtime:
                     self._recover(error)
         except _Evicted:
             return {"rank": self.me, "evicted": True, "events": self.events}
-        return {
-            "rank": self.me,
-            "evicted": False,
-            "members": self.members,
-            "steps": self.step,
-            "events": self.events,
-            "history": self.history,
-            "balancedness": self.placement.balancedness.tolist(),
-        }
+        balance = self.placement.balancedness.tolist()
+        report = {"rank": self.me, "evicted": False, "members": self.members, "steps": self.step}
+        return {**report, "events": self.events, "history": self.history, "balancedness": balance}
 
     def _event(self, kind, **what):
         self.events.append({"kind": kind, "step": self.step, "time": time.time(), **what})
@@ -239,9 +234,8 @@ class Runtime:
     def _join(self):
         if self.device != "cpu":
             torch.cuda.set_device(self.device)
-            os.environ.setdefault(
-                "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
-            )  # whom to blame is decided here, not by a watchdog
+            # Whom to blame is decided here, not by a watchdog.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         rank, ranks, timeout_s = self.members.index(self.me), len(self.members), self.options.timeout_s
         name = f"group/{self.epoch}"
         join_group(self.store, name, rank, ranks, timeout_s=timeout_s, cuda=self.device != "cpu")
@@ -266,11 +260,7 @@ class Runtime:
         if not gather_rows(np.array([len(active)]), None, len(self.members)).any():
             return False
         batch = [self.progress[j] for j in active[: self.options.max_batch]]
-        state = torch.zeros(0, self.config.dim, device=self.device)
-        if batch:
-            state = self.model.enter(
-                torch.stack([p.state for p in batch]), torch.tensor([p.next_token for p in batch], device=self.device)
-            )
+        state = self.model.enter(batch)
         counts, tokens = [], np.zeros(len(self.members), dtype=np.int64)
         for layer in range(self.config.num_layers):
             self._maybe_fail(layer)
@@ -280,8 +270,7 @@ class Runtime:
             state = _norm(state + moe)
             counts.append(stats["plan"].counts)
             tokens += stats["plan"].rank_tokens
-        for p, s, t in zip(batch, state, self.model.leave(state)):
-            p.commit(s, t)
+        self.model.leave(batch, state)
         for j in active:
             if not self.progress[j].left:
                 self.store.set(f"result/{j}", json.dumps(self.progress.pop(j).output))

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from .checks import check_integer, check_number
 
 __all__ = ["Link", "Topology"]
@@ -62,23 +60,3 @@ class Topology:
     def link(self, source, target):
         """The kind of link between two GPUs."""
         return self.intra if self.node_of(source) == self.node_of(target) else self.inter
-
-    def all_to_all_s(self, traffic):
-        """Seconds for an all-to-all that moves `traffic` (gpus, gpus) bytes from row to column.
-
-        Every GPU has one port per kind of link, each way, and all ports work at once; the busiest port decides. Returns
-        a float. This is a lower bound of a real all-to-all: contention inside the network is not modelled.
-        """
-        traffic = np.asarray(traffic, dtype=np.float64)
-        if traffic.shape != (self.num_gpus, self.num_gpus):
-            raise ValueError(f"traffic must have shape {(self.num_gpus, self.num_gpus)}, got {traffic.shape}")
-        node = self.node_of(np.arange(self.num_gpus))
-        same_node = node[:, None] == node[None, :]
-        off_gpu = ~np.eye(self.num_gpus, dtype=bool)
-        seconds = 0.0
-        for link, mask in ((self.intra, same_node & off_gpu), (self.inter, ~same_node)):
-            moved = np.where(mask, traffic, 0.0)
-            busiest = max(moved.sum(axis=0).max(), moved.sum(axis=1).max())
-            if busiest > 0:
-                seconds = max(seconds, link.seconds(busiest))
-        return seconds

@@ -43,8 +43,7 @@ class Trace:
 
     def __post_init__(self):
         ids, offsets = self.topk_ids, self.seq_offsets
-        if ids.ndim != 3 or ids.dtype.kind not in "iu" or 0 in ids.shape:
-            raise ValueError(f"topk_ids must be integers of shape (layers, tokens, top_k), got {ids.dtype} {ids.shape}")
+        _check_ids(ids, "topk_ids")
         if ids.min() < 0 or ids.max() >= self.num_experts:
             raise ValueError(f"topk_ids must lie in 0 .. {self.num_experts - 1}, got {ids.min()} .. {ids.max()}")
         if offsets.ndim != 1 or offsets[0] != 0 or offsets[-1] != ids.shape[1] or (np.diff(offsets) < 0).any():
@@ -94,10 +93,35 @@ def _reading(path, wanted):
         ) from None
 
 
+def _check_ids(ids, name):
+    if ids.ndim != 3 or ids.dtype.kind not in "iu" or 0 in ids.shape:
+        raise ValueError(f"{name} must be integers of shape (layers, tokens, top_k), got {ids.dtype} {ids.shape}")
+
+
 def _load_npz(path):
-    with _reading(path, "an .npz file of plain arrays (numpy.savez)"):
-        with np.load(path) as data:
-            return dict(data)
+    with np.load(path) as data:
+        return dict(data)
+
+
+def _load_pt(path):
+    import torch
+
+    return torch.load(path, weights_only=True, map_location="cpu")
+
+
+FORMATS = {
+    ".json": ("a JSON file", lambda path: json.loads(path.read_text())),
+    ".npy": ("an .npy file of one plain array (numpy.save)", np.load),
+    ".npz": ("an .npz file of plain arrays (numpy.savez)", _load_npz),
+    ".pt": ("a file of torch.save with 'logical_count' (an SGLang expert-distribution dump)", _load_pt),
+}
+
+
+def _load(path):
+    """What a file of one of FORMATS holds."""
+    wanted, load = FORMATS[path.suffix]
+    with _reading(path, wanted):
+        return load(path)
 
 
 def read_trace(path, num_experts=None):
@@ -112,14 +136,11 @@ def read_trace(path, num_experts=None):
         raise ValueError(
             f"a token-level trace is an .npz file or a folder of expert_weights_<layer>.txt, got {path.name}"
         )
-    data = _load_npz(path)
+    data = _load(path)
     if "topk_ids" not in data:
         raise ValueError(f"{path.name} must hold topk_ids, got {sorted(data)}")
     ids = data["topk_ids"]
-    if ids.ndim != 3 or ids.dtype.kind not in "iu" or 0 in ids.shape:
-        raise ValueError(
-            f"topk_ids in {path.name} must be integers of shape (layers, tokens, top_k), got {ids.dtype} {ids.shape}"
-        )
+    _check_ids(ids, f"topk_ids in {path.name}")
     if num_experts is None and "num_experts" in data:
         num_experts = int(data["num_experts"])
     elif num_experts is None and "counts" in data:
@@ -185,37 +206,29 @@ def read_counts(path):
     if path.is_dir():
         dumps = sorted(path.glob("*.pt"))
         return sum(read_counts(dump) for dump in dumps) if dumps else read_trace(path).counts()
-    if path.suffix == ".json":
-        with _reading(path, "a JSON file"):
-            data = json.loads(path.read_text())
-        if isinstance(data, dict):
-            data = next((data[key] for key in ("counts", "load", "logical_count") if key in data), None)
-        if data is None:
-            raise ValueError(f"{path.name} must hold a list, or an object with 'counts', 'load' or 'logical_count'")
-        return check_load(data, f"counts in {path.name}")
-    if path.suffix == ".npy":
-        with _reading(path, "an .npy file of one plain array (numpy.save)"):
-            data = np.load(path)
-        return check_load(data, f"counts in {path.name}")
-    if path.suffix == ".npz":
-        data = _load_npz(path)
-        if "counts" in data:
-            return check_load(data["counts"], f"counts in {path.name}")
+    if path.suffix not in FORMATS:
+        raise ValueError(f"counts come as .json, .npy, .npz, .pt or a folder, got {path.name}")
+    data, name = _load(path), f"counts in {path.name}"
+    if path.suffix == ".npz" and "counts" not in data:
         return read_trace(path).counts()
     if path.suffix == ".pt":
-        import torch
+        return check_load(_logical_count(data, path.name), name).astype(np.int64)
+    if isinstance(data, dict):
+        key = next((key for key in ("counts", "load", "logical_count") if key in data), None)
+        if key is None:
+            raise ValueError(f"{path.name} must hold a list, or an object with 'counts', 'load' or 'logical_count'")
+        data = data[key]
+    return check_load(data, name)
 
-        with _reading(path, "a file of torch.save with 'logical_count' (an SGLang expert-distribution dump)"):
-            data = torch.load(path, weights_only=True, map_location="cpu")
-        if not isinstance(data, dict) or "logical_count" not in data:
-            raise ValueError(f"{path.name} must be a dict with 'logical_count' (an SGLang expert-distribution dump)")
-        counts = data["logical_count"]
-        if not isinstance(counts, torch.Tensor):
-            raise ValueError(f"logical_count in {path.name} must be a tensor, got {type(counts).__name__}")
-        counts = counts.to(torch.int64)
-        counts = counts.sum(dim=0) if counts.ndim == 3 else counts
-        return check_load(counts, f"counts in {path.name}").astype(np.int64)
-    raise ValueError(f"counts come as .json, .npy, .npz, .pt or a folder, got {path.name}")
+
+def _logical_count(dump, name):
+    """(layers, experts) int64 tensor of an SGLang dump, summed over its steps."""
+    if not isinstance(dump, dict) or "logical_count" not in dump:
+        raise ValueError(f"{name} must be a dict with 'logical_count' (an SGLang expert-distribution dump)")
+    counts = dump["logical_count"]
+    if not hasattr(counts, "detach"):
+        raise ValueError(f"logical_count in {name} must be a tensor, got {type(counts).__name__}")
+    return counts.long().sum(dim=0) if counts.ndim == 3 else counts.long()
 
 
 # ------------------------------------------------------------------------------------------------- stand-ins
