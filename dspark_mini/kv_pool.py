@@ -1,9 +1,8 @@
 """The paged KV cache's allocator: who owns which page, and how much memory is lost to what.
 
-KV memory is cut into pages of `page_size` tokens. A sequence owns a list of pages, in any order, so no free
-page is ever too small or in the wrong place: *external* fragmentation, free memory that nobody can use, is
-zero. What remains is *internal*: the unused rest of every sequence's last page. (`ContiguousPool`, the old
-way, reserves one run of memory per sequence; it is here to be measured against.)
+KV memory is cut into pages of `page_size` tokens. A sequence owns a list of pages, in any order, so no free page is ever
+too small or in the wrong place: there is no *external* fragmentation, free memory that nobody can use. What remains is
+*internal*: the unused rest of every sequence's last page.
 
 Pages are reference-counted. A prompt prefix that many requests share is stored once; when its last user ends it stays
 cached until the memory is wanted, least recently used first. Writing into a shared page copies it first.
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 
 from .checks import check_integer
 
-__all__ = ["ContiguousPool", "KVPool", "OutOfPages", "PoolStats"]
+__all__ = ["KVPool", "OutOfPages", "PoolStats"]
 
 
 class OutOfPages(RuntimeError):
@@ -33,7 +32,6 @@ class PoolStats:
     used, cached, free  pages in use by sequences, held only for a prefix, and free; they add up to the pool
     tokens              distinct tokens stored in used pages
     internal            token places in used pages that hold nothing
-    external            free token places that a request of the asked size cannot use
     """
 
     pages: int
@@ -43,7 +41,6 @@ class PoolStats:
     free: int
     tokens: int
     internal: int
-    external: int = 0
 
     @property
     def utilisation(self):
@@ -151,15 +148,9 @@ class KVPool:
     def stats(self):
         used = {page for pages in self._pages.values() for page in pages}
         tokens = sum(self._fill[page] for page in used)
-        return PoolStats(
-            self.num_pages,
-            self.page_size,
-            len(used),
-            self._cached(),
-            len(self._free),
-            tokens,
-            len(used) * self.page_size - tokens,
-        )
+        unused = len(used) * self.page_size - tokens
+        pages = len(used), self._cached(), len(self._free)
+        return PoolStats(self.num_pages, self.page_size, *pages, tokens, unused)
 
     def compaction(self):
         """Fewest page copies after which all live pages are the lowest ones: [(source, target), ...].
@@ -225,47 +216,3 @@ class KVPool:
             if self._refs[page] == 0:
                 self._fill[page] = 0
                 heapq.heappush(self._free, page)
-
-
-class ContiguousPool:
-    """The allocator that paging replaced: first fit, one run of `reserve` token places per sequence."""
-
-    def __init__(self, num_tokens):
-        self.num_tokens = check_integer(num_tokens, "num_tokens", 1)
-        self._runs = {}  # sequence -> (start, reserved, tokens)
-
-    def allocate(self, sequence, tokens, reserve):
-        """Reserve a run of `reserve` places for a sequence of `tokens` tokens now; OutOfPages if no hole is
-        large enough."""
-        if sequence in self._runs:
-            raise ValueError(f"sequence {sequence!r} is already in the pool")
-        reserve = check_integer(reserve, "reserve", 1)
-        tokens = check_integer(tokens, "tokens", 1, reserve)
-        for start, size in self._holes():
-            if size >= reserve:
-                self._runs[sequence] = (start, reserve, tokens)
-                return start
-        raise OutOfPages(f"no hole of {reserve} tokens")
-
-    def free(self, sequence):
-        if sequence not in self._runs:
-            raise ValueError(f"sequence {sequence!r} is not in the pool")
-        del self._runs[sequence]
-
-    def stats(self, wanted=1):
-        """`external` counts the free places in holes smaller than `wanted` tokens."""
-        reserved = sum(run[1] for run in self._runs.values())
-        tokens = sum(run[2] for run in self._runs.values())
-        external = sum(size for _, size in self._holes() if size < wanted)
-        return PoolStats(
-            self.num_tokens, 1, reserved, 0, self.num_tokens - reserved, tokens, reserved - tokens, external
-        )
-
-    def _holes(self):
-        end = 0
-        for start, size, _ in sorted(self._runs.values()):
-            if start > end:
-                yield end, start - end
-            end = start + size
-        if end < self.num_tokens:
-            yield end, self.num_tokens - end

@@ -124,12 +124,3 @@ def test_a_bug_is_not_taken_for_a_lost_peer():
         run_ranks(rank_code.fail_with_value_error, 2, timeout_s=30)
     with pytest.raises(RanksFailed, match="were not done after"):
         run_ranks(rank_code.fail_with_value_error, 1, timeout_s=4)
-
-
-def test_bad_configurations_are_named():
-    with pytest.raises(ValueError, match="top_k must not exceed"):
-        ModelConfig(num_experts=2, top_k=3)
-    with pytest.raises(ValueError, match="dim must be at least 1, got 0"):
-        ModelConfig(dim=0)
-    with pytest.raises(ValueError, match="at least one prompt token"):
-        Job((), 3)

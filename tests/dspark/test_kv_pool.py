@@ -1,13 +1,11 @@
 """The paged allocator: a model check against plain bookkeeping, sharing, eviction, compaction, fragmentation."""
 
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from dspark_mini import KVPool, OutOfPages
-from dspark_mini.kv_pool import ContiguousPool
 
 
 class Machine(RuleBasedStateMachine):
@@ -116,62 +114,6 @@ def test_a_shared_prefix_is_stored_once():
     assert (pool.stats().used, pool.stats().cached, pool.stats().free) == (0, 8, 92)
     pool.allocate("big", 1600)  # the memory is wanted: the prefix goes
     assert pool.stats().cached == 0
-
-
-def test_paging_wastes_less_than_reserving():
-    rng = np.random.default_rng(0)
-    paged, contiguous, served = KVPool(1024, 16), ContiguousPool(1024 * 16), [0, 0]
-    lengths = rng.integers(100, 2000, 400)
-    for which, pool in enumerate((paged, contiguous)):
-        for name, length in enumerate(lengths.tolist()):
-            try:
-                pool.allocate(name, length, *([2048] if which else []))
-                served[which] += 1
-            except OutOfPages:
-                break
-    assert served[0] > 1.5 * served[1]
-    assert paged.stats().internal < 16 * served[0] and paged.stats().external == 0
-    assert paged.stats().utilisation > 0.98
-    assert contiguous.stats().utilisation < 0.7
-
-
-def test_holes_are_useless_to_a_contiguous_pool():
-    pool = ContiguousPool(100)
-    for name in range(10):
-        pool.allocate(name, 10, 10)
-    for name in range(0, 10, 2):
-        pool.free(name)
-    assert pool.stats(wanted=20).external == 50 == pool.stats().free
-    with pytest.raises(OutOfPages):
-        pool.allocate("big", 20, 20)
-
-
-def test_misuse_is_named():
-    pool = KVPool(4, 4)
-    pool.allocate("a", 4)
-    for call, message in (
-        (lambda: KVPool(0), "num_pages"),
-        (lambda: pool.allocate("a", 1), "already"),
-        (lambda: pool.allocate("b", 0), "tokens"),
-        (lambda: pool.free("zzz"), "not in the pool"),
-        (lambda: pool.cache_prefix("p", "a", 5), "1 .. 4"),
-        (lambda: pool.apply([(3, 0)]), "live pages"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
-    with pytest.raises(OutOfPages, match="5 pages wanted"):
-        pool.allocate("c", 20)
-    contiguous = ContiguousPool(8)
-    contiguous.allocate("a", 1, 2)
-    for call, message in (
-        (lambda: ContiguousPool(2.5), "num_tokens must be an integer"),
-        (lambda: contiguous.allocate("a", 1, 2), "already"),
-        (lambda: contiguous.allocate("b", 3, 2), "tokens must be in 1 .. 2, got 3"),
-        (lambda: contiguous.allocate("b", 1, 1.5), "reserve must be an integer, got 1.5"),
-        (lambda: contiguous.free("b"), "'b' is not in the pool"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
 
 
 def books(pool):

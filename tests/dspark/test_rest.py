@@ -13,7 +13,6 @@ import dspark_mini
 from dspark_mini import (
     LoadTracker,
     Topology,
-    Trace,
     bundled_trace,
     count_tokens,
     generate_trace,
@@ -23,7 +22,7 @@ from dspark_mini import (
     simulator,
 )
 from dspark_mini.__main__ import main
-from dspark_mini.baselines import contiguous, equal_split
+from dspark_mini.baselines import contiguous
 from dspark_mini.trace import r1_like_load
 
 # ------------------------------------------------------------------------------------------------- load
@@ -45,23 +44,6 @@ def test_counts_are_64_bits_and_old_load_fades():
     tracker.update([[0, 100]])
     assert tracker.counts.dtype == np.int64 and tracker.counts[0, 0] == 2**40
     assert tracker.load[0].tolist() == [2**39, 100]
-
-
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda: count_tokens([[0, 4]], 4), "topk_ids must lie in -1 .. 3"),
-        (lambda: count_tokens([[0.5]], 4), "integer expert ids"),
-        (lambda: count_tokens([[1]], 4, mask=np.array([1])), "mask must be bool"),
-        (lambda: LoadTracker(1, 2).update([[1, 2, 3]]), "counts must have shape"),
-        (lambda: LoadTracker(1, 2).update([[1, -2]]), "counts must not be negative"),
-        (lambda: LoadTracker(0, 2), "num_layers must be at least 1, got 0"),
-        (lambda: Topology(0, 8), "num_nodes must be at least 1, got 0"),
-    ],
-)
-def test_bad_input_is_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
 
 
 def test_topology_times():
@@ -138,8 +120,6 @@ def test_json_and_unknown_files(tmp_path):
     for name, message in (("d.json", "'counts'"), ("e.csv", "counts come as"), ("e.txt", "counts come as")):
         with pytest.raises(ValueError, match=message):
             read_counts(tmp_path / name)
-    with pytest.raises(ValueError, match="topk_ids must lie in"):
-        Trace(np.full((1, 1, 1), 9), np.array([0, 1]), 4)
 
 
 def skew(trace):
@@ -237,20 +217,7 @@ def test_four_thousand_gpus():
     assert time.process_time() - start < 30
 
 
-def test_simulator_rejects_what_does_not_fit():
-    trace = bundled_trace()
-    plan = contiguous(trace.counts(), num_gpus=4)
-    common = {"model": simulator.MODELS["v2-lite"], "load": simulator.decode_load(8), "split": equal_split}
-    with pytest.raises(ValueError, match="topology's 8 GPUs"):
-        simulator.simulate([trace.counts()], plan, topology=Topology(1, 8), **common)
-    with pytest.raises(ValueError, match="counts must be a sequence"):
-        simulator.simulate([], plan, topology=Topology(1, 4), **common)
-    with pytest.raises(ValueError, match="half the trace"):
-        four(trace, simulator.decode_load(10_000))
-
-
-# ------------------------------------------------------------------------------------------------- command
-# line
+# ------------------------------------------------------------------------------------------------- command line
 
 
 def test_place_command(tmp_path, capsys):
@@ -287,34 +254,10 @@ def test_errors_are_one_line(tmp_path, capsys):
 def test_torchrun(tmp_path):
     """The command of the documentation: a real layer on four ranks, with table data and plot."""
     plot = tmp_path / "plot.png"
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "4",
-            "-m",
-            "dspark_mini",
-            "run",
-            "--dim",
-            "32",
-            "--hidden",
-            "16",
-            "--tokens",
-            "48",
-            "--layers",
-            "2",
-            "--json",
-            "--plot",
-            str(plot),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    command = "-m torch.distributed.run --standalone --nproc-per-node 4 -m dspark_mini run"
+    widths = f"--dim 32 --hidden 16 --tokens 48 --layers 2 --json --plot {plot}"
+    command = [sys.executable, *command.split(), *widths.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["identical"] and report["ranks"] == 4
