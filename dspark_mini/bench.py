@@ -31,7 +31,7 @@ from .split import gpu_tokens, split_batch, split_bound
 from .topology import Topology
 from .trace import bundled_trace, generate_trace, r1_like_load, read_trace, shift_load
 
-__all__ = ["bench", "small_problem", "trace_files", "traffic"]
+__all__ = ["bench", "best_ms", "small_problem", "trace_files", "traffic"]
 
 
 class _Record:
@@ -54,7 +54,7 @@ class _Record:
             )
 
 
-def _best_ms(call, *args, **keywords):
+def best_ms(call, *args, **keywords):
     """Milliseconds of this thread's processor time, fastest of 11 runs: the machine may be shared."""
     call(*args, **keywords)
     times = []
@@ -184,8 +184,8 @@ def _placement(record, traces):
     ):
         add = partial(record.add, 4, {"load": name, "layers": 58, "experts": 256, "gpus": gpus, "slots": slots})
         size = {"num_gpus": gpus, "num_slots": slots}
-        add("place", "ms", _best_ms(place, load, **size), at_most=wanted)
-        add("replicate_and_pack", "ms", _best_ms(baselines.replicate_and_pack, load, **size))
+        add("place", "ms", best_ms(place, load, **size), at_most=wanted)
+        add("replicate_and_pack", "ms", best_ms(baselines.replicate_and_pack, load, **size))
 
 
 # ------------------------------------------------------------------------------------------------- 2
@@ -309,7 +309,7 @@ def _planner(record, traces):
             add(name, "step / lower bound", problem.evaluate(worker)[0].max() / plan.lower_bound_s)
         note = "the bound lets groups share the same empty workers and every moved cache take the fastest link"
         add("plan_batch", "step / lower bound", 1 + plan.gap, at_most=1.02, note=note if kind == "mixed" else None)
-        add("plan_batch", "ms", _best_ms(plan_batch, requests, workers, topology), at_most=5.0)
+        add("plan_batch", "ms", best_ms(plan_batch, requests, workers, topology), at_most=5.0)
         used = problem.evaluate(plan.worker)[1]
         add("plan_batch", "workers over memory", int((used > problem.free).sum()), at_most=0)
         if kind == "shared prefixes":

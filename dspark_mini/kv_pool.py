@@ -1,8 +1,8 @@
 """The paged KV cache's allocator: who owns which page, and how much memory is lost to what.
 
-KV memory is cut into pages of `page_size` tokens. A sequence owns a list of pages, in any order, so no free page is ever
-too small or in the wrong place: there is no *external* fragmentation, free memory that nobody can use. What remains is
-*internal*: the unused rest of every sequence's last page.
+KV memory is cut into pages of `page_size` tokens. A sequence owns a list of pages, in any order, so no free page is
+ever too small or in the wrong place: there is no *external* fragmentation, free memory that nobody can use. What
+remains is *internal*: the unused rest of every sequence's last page.
 
 Pages are reference-counted. A prompt prefix that many requests share is stored once; when its last user ends it stays
 cached until the memory is wanted, least recently used first. Writing into a shared page copies it first.

@@ -262,8 +262,8 @@ def _experts_s(rows, active, own_tokens, model, gpu):
 def even_exchange_s(sent, received, topology):
     """Seconds of one all-to-all: `sent` and `received` (gpus,) bytes, spread evenly over the other side.
 
-    Every GPU has one port per kind of link, each way; all ports work at once, and the busiest decides. Contention inside
-    the network is not modelled, so a real all-to-all takes at least this.
+    Every GPU has one port per kind of link, each way; all ports work at once, and the busiest decides. Contention
+    inside the network is not modelled, so a real all-to-all takes at least this.
     """
     gpus, per_node = topology.num_gpus, topology.gpus_per_node
     seconds = 0.0

@@ -1,5 +1,7 @@
 """The paged allocator: a model check against plain bookkeeping, sharing, eviction, compaction, fragmentation."""
 
+import copy
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -117,9 +119,9 @@ def test_a_shared_prefix_is_stored_once():
 
 
 def books(pool):
-    prefixes = [(name, list(pages), tokens) for name, (pages, tokens) in pool._prefixes.items()]  # least recently used first
-    pages = {name: list(pages) for name, pages in pool._pages.items()}
-    return pages, dict(pool._length), prefixes, list(pool._refs), list(pool._fill), sorted(pool._free)
+    """All that the pool knows: prefixes with the least recently used first, the free pages in any order."""
+    state = copy.deepcopy(vars(pool))
+    return {**state, "_prefixes": list(state["_prefixes"].items()), "_free": sorted(state["_free"])}
 
 
 def test_what_is_refused_changes_nothing():

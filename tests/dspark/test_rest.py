@@ -20,7 +20,7 @@ from dspark_mini import (
     read_counts,
     read_trace,
     simulator,
-)
+)  # fmt: skip
 from dspark_mini.__main__ import main
 from dspark_mini.baselines import contiguous
 from dspark_mini.trace import r1_like_load
@@ -161,10 +161,9 @@ def test_r1_like_loads_are_as_skewed_as_published():
 # ------------------------------------------------------------------------------------------------- simulator
 
 
-def four(trace, load, gpus=8, **keywords):
-    return simulator.four_way(
-        trace, topology=Topology(1, gpus), model=simulator.MODELS["v2-lite"], num_slots=10 * gpus, load=load, **keywords
-    )
+def four(trace, load):
+    cluster = {"topology": Topology(1, 8), "model": simulator.MODELS["v2-lite"], "num_slots": 80}
+    return simulator.four_way(trace, load=load, **cluster)
 
 
 def check_four(trace, load):

@@ -1,7 +1,5 @@
 """Batch splits: exact, certified, conserving, and the same for everyone."""
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,6 +7,7 @@ from hypothesis import strategies as st
 
 from dspark_mini import Placement, assign_sources, bundled_trace, gpu_tokens, place, split_batch, split_bound
 from dspark_mini.baselines import equal_split
+from dspark_mini.bench import best_ms
 from dspark_mini.exact import lp_peak
 
 
@@ -80,21 +79,13 @@ def test_beats_the_equal_split_on_generated_routing(size, wanted):
 def test_beats_the_equal_split_on_real_routing(real_traces):
     for trace in real_traces.values():
         result = batch_balance(trace, 512, step=3)
-        assert (result[:, 0] >= result[:, 1]).all()
-        assert result[:, 0].mean() > 0.987
+        assert (result[:, 0] >= result[:, 1]).all() and result[:, 0].mean() > 0.987
 
 
 def test_speed():
-    trace = bundled_trace()
-    plan = place(trace.counts(), num_gpus=8, num_slots=80)
-    batch = trace.counts(0, 512)
-    seconds = []
-    for layer in range(26):
-        split_batch(batch[layer], plan, layer)
-        start = time.process_time()
-        split_batch(batch[layer], plan, layer)
-        seconds.append(time.process_time() - start)
-    assert np.median(seconds) < 0.003  # 0.2 ms on the machine of the recorded benchmark
+    plan, batch = place(bundled_trace().counts(), num_gpus=8, num_slots=80), bundled_trace().counts(0, 512)
+    took = [best_ms(split_batch, counts, plan, layer) for layer, counts in enumerate(batch)]
+    assert np.median(took) < 3  # 0.2 ms on the machine of the recorded benchmark
 
 
 @settings(max_examples=100, deadline=None)
