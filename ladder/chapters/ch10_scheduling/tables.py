@@ -114,7 +114,8 @@ def loss_table(doc=None):
     lines = [
         [
             f"{max(r['noticed_s'].values()):.3f}", f"{r['resumed_s']:.3f}",
-            f"{r['copies_fetched']}, {r['from_storage']}", r["restarted"], f"{r['finished']} of {r['jobs']}", "yes" if r["identical"] else "**no**",
+            f"{r['copies_fetched']}, {r['from_storage']}", r["restarted"], f"{r['finished']} of {r['jobs']}",
+            "yes" if r["identical"] else "**no**",
         ]
         for r in found
     ]  # fmt: skip
