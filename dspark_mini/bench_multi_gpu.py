@@ -104,7 +104,7 @@ def measure_ranks(device, sizes=SIZES):
             del experts
         start = in_order(history, ranks, slots)
         targets = {"rebalance": rebalance(start, history)[0]}
-        if name == "zipf" and ranks > 1:  # every copy to the next GPU: what the link gives when all is moved
+        if name == "zipf" and ranks > 1:  # when every copy moves to the next GPU, the link shows its rate
             targets["everything"] = Placement(np.roll(start.slot_expert, slots, axis=1), history, ranks)
         for kind, plan in targets.items():
             found = _migration(start, plan, dtype, device, ranks, sizes)
@@ -169,7 +169,7 @@ def _layers(trace, half, experts, placement, split, tokens, layers, dtype, devic
         for s in stats:
             traffic = s["plan"].traffic.copy()
             np.fill_diagonal(traffic, 0)
-            sent += traffic.sum(axis=1) + traffic.sum(axis=0)  # there, and the results back
+            sent += traffic.sum(axis=1) + traffic.sum(axis=0)  # rows go there, and results come back
         batches.append(np.stack([s["plan"].counts for s in stats]))
     every = gather_rows(np.round(mine * 1e9).astype(np.int64).ravel(), None, ranks).reshape(ranks, *mine.shape) / 1e9
     slowest = every.max(axis=0).sum(axis=(0, 1)) / steps  # a layer ends when its slowest rank does
@@ -210,7 +210,7 @@ def _migration(start, plan, dtype, device, ranks, sizes):
     bytes_copy = 3 * sizes["dim"] * sizes["hidden"] * (4 if dtype == torch.float32 else 2)
     arriving = np.bincount(crossing, minlength=ranks) * bytes_copy
     seconds, right = [], True
-    for _ in range(2):  # the first meets cold buffers
+    for _ in range(2):  # the first time meets cold buffers
         held = start.slot_expert[:, start.slot_gpu == dist.get_rank()]
         experts = Experts(held, dim=sizes["dim"], hidden=sizes["hidden"], dtype=dtype, device=device)
         seconds.append(_seconds(device, ranks, lambda experts=experts: migrate(experts, moves, plan)))

@@ -84,7 +84,7 @@ def check_counts(counts, num_experts, name="counts"):
         raise ValueError(f"{name} must have shape ({num_experts},), one entry per expert, got {array.shape}")
     if (array < 0).any():
         raise ValueError(f"{name} must not be negative, got {array.min()} at expert {int(array.argmin())}")
-    if array.size and int(array.max()) > INT64 // array.size:  # only then can the sum be too large
+    if array.size and int(array.max()) > INT64 // array.size:  # else the sum cannot be too large
         total = sum(map(int, array.tolist()))
         if total > INT64:
             raise ValueError(f"{name} must add up to at most 2**63 - 1 tokens (int64), got {total}")

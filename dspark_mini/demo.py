@@ -50,8 +50,8 @@ def layer_demo(settings):
 def prepare():
     """Settings of this process that ranks of one machine want before they meet."""
     if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may lead nowhere
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast in the switch: nothing that is sent here needs it
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may lead to no device
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # nothing that is sent here needs the switch's multicast
 
 
 def layer_rank(rank, num_ranks, port, settings):
@@ -112,7 +112,7 @@ def _layer(settings, device):
     identical = same and torch.equal(alone, outputs["after", 0, 0])
     error = float((alone - outputs["after", 0, 0]).abs().max()) if len(alone) else 0.0
     checks = gather_rows(np.array([identical, round(error * 1e9)]), None, ranks)
-    report["identical"] = bool(checks[:, 0].all())  # promised on a CPU; a GPU's matrix products depend on row counts
+    report["identical"] = bool(checks[:, 0].all())  # a promise of the CPU; a GPU's products depend on row counts
     report["max_error"] = float(checks[:, 1].max()) / 1e9
     return report if rank == 0 else None
 

@@ -3,8 +3,8 @@
 One MoE layer on rank r (= GPU r): every token here has `top_k` experts, and an expert may live on several ranks.
 
 1. *Counts first.* All ranks gather everybody's tokens per expert, together with what must agree: layer, widths, dtype,
-   placement. Any disagreement raises the same `ExchangeError` on every rank, before a single row is sent. This is not
-   politeness: gloo returns silently, with wrong data, when two ranks disagree on sizes.
+   placement. Any disagreement raises the same `ExchangeError` on every rank, before a single row is sent. It must
+   be so: when two ranks disagree on sizes, gloo returns wrong data without an error.
 2. *Split.* From the summed counts every rank computes the same division over copies, and from that the same matrix of
    rows that each rank sends to each slot. No further negotiation; receivers know what arrives, in which order.
 3. *Dispatch.* One all-to-all of token rows, sorted by slot. 4. *Experts.* Rows grouped by slot. 5. *Combine.*
@@ -102,7 +102,7 @@ def plan_exchange(
     mine, bad = np.zeros(placement.num_experts, dtype=np.int64), refuse
     try:
         mine = count_tokens(ids, placement.num_experts)
-    except ValueError as error:  # tell the others before leaving: they are waiting for our counts
+    except ValueError as error:  # the others wait for our counts, so they are told before this rank leaves
         bad = error
     top_k = ids.shape[1] if ids.ndim == 2 else 0
     header = [layer, placement.digest(), width, DTYPES.get(dtype, -1), top_k, -1 if bad else int(mine.sum())]
@@ -114,14 +114,14 @@ def plan_exchange(
     counts = rank_counts.sum(axis=0)
     sends = assign_sources(rank_counts, split(counts, placement, layer), placement, layer)
 
-    # Pairs sorted by expert line up with the slots sorted by expert: the first sends[slot] go to the first slot, ...
+    # Pairs sorted by expert line up with slots sorted by expert: the first sends[slot] pairs go to the first slot.
     flat = ids.ravel()
     by_expert = np.argsort(flat, kind="stable")[np.count_nonzero(flat < 0) :]
     slots = np.concatenate([np.array(s) for s in placement.slots_of(layer)])
     slot_of_pair = np.repeat(slots, sends[rank, slots])
     order = by_expert[np.argsort(slot_of_pair, kind="stable")]
     plan = ExchangePlan(sends, order, counts, rank, placement.slot_gpu)
-    if ranks > 1:  # the same arithmetic everywhere, or a difference in version or hardware: find out before sending
+    if ranks > 1:  # all ranks must have planned the same, whatever their versions and hardware
         marks = gather_rows(np.array([fingerprint(sends)]), group, ranks).ravel()
         if (marks != marks[0]).any():
             raise ExchangeError(

@@ -12,7 +12,7 @@ import torch
 
 __all__ = ["Experts", "by_rows", "expert_mlp", "make_expert", "moe_reference", "row_matmul"]
 
-ROWS = 16  # rows per exact matrix product: with one fixed shape, BLAS computes every row in the same way
+ROWS = 16  # rows of one exact product: with one fixed shape, BLAS computes every row in the same way
 GROUPED_MM = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
@@ -80,6 +80,7 @@ class Experts:
         self.held[layer, slot] = expert
 
     def stored(self, layer, expert):
+        """The weights of an expert as one row (3 * dim * hidden,), from storage."""
         w_in, w_out = make_expert(
             layer, expert, dim=self.dim, hidden=self.hidden, seed=self.seed, dtype=self.dtype, device=self.device
         )

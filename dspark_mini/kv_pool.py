@@ -54,7 +54,7 @@ class KVPool:
     def __init__(self, num_pages, page_size=16):
         self.num_pages = num_pages = check_integer(num_pages, "num_pages", 1)
         self.page_size = check_integer(page_size, "page_size", 1)
-        self._free = list(range(num_pages))  # a heap: the lowest page first keeps the pool dense and runs repeatable
+        self._free = list(range(num_pages))  # a heap: the lowest page first keeps the pool dense
         self._refs = [0] * num_pages
         self._fill = [0] * num_pages  # tokens written in a page
         self._pages = {}  # sequence -> pages
@@ -80,7 +80,7 @@ class KVPool:
         self._check_room(wanted, shared)
         if known:
             self._prefixes.move_to_end(prefix)
-        for page in shared:  # first, so that eviction cannot take them
+        for page in shared:  # they are counted first, so that eviction cannot take them
             self._refs[page] += 1
         own = self._take(wanted, shared)
         for i, page in enumerate(own):
@@ -146,6 +146,7 @@ class KVPool:
         return (len(self._free) + self._cached()) * self.page_size
 
     def stats(self):
+        """A `PoolStats` of the pool as it stands."""
         used = {page for pages in self._pages.values() for page in pages}
         tokens = sum(self._fill[page] for page in used)
         unused = len(used) * self.page_size - tokens

@@ -53,7 +53,7 @@ def run_ranks(function, num_ranks, *args, timeout_s=120.0, may_die=()):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
-    if method == "forkserver":  # torch is imported once, not once per rank
+    if method == "forkserver":  # the server imports torch once for all ranks
         context.set_forkserver_preload(["torch", "torch.distributed", "dspark_mini.runtime"])
     ranks, results, done = {}, [None] * num_ranks, set()
     end = time.monotonic() + timeout_s
@@ -108,4 +108,4 @@ def _child(writer, function, rank, num_ranks, port, args):
     finally:
         writer.close()
         sys.stdout.flush()
-        os._exit(0)  # skip destructors of process groups whose peers are gone: they can hang
+        os._exit(0)  # a destructor of a process group whose peers are gone can hang

@@ -18,9 +18,9 @@ import heapq
 
 import numpy as np
 
-CLOSE = 1.005  # of the lower bound: a plan this good is not improved further
-RETRY_GAP = 0.03  # above the lower bound: worth a second attempt
-SWAPS = 200  # most moves or swaps of step 4
+CLOSE = 1.005  # times the lower bound: a plan this good is not improved further
+RETRY_GAP = 0.03  # a plan that is further than this above the lower bound gets a second attempt
+SWAPS = 200  # step 4 makes at most this many moves and swaps
 
 
 def best_schedule(problem, bound):
@@ -91,6 +91,7 @@ class _Schedule:
         return seconds, memory
 
     def assign(self, r, w, seconds, memory):
+        """Give request r to worker w, to which it adds `seconds` and `memory`."""
         self.worker[r] = w
         self.time[w] += seconds
         self.free[w] -= memory
@@ -155,7 +156,7 @@ class _Schedule:
 
     def fill(self, g, queue):
         """Fill the workers that hold prefix g to the limit, then new ones one by one; `queue` has the largest first."""
-        sizes = [-self.tokens[r] for r in queue]  # ascending, so that bisect finds the largest that still fits
+        sizes = [-self.tokens[r] for r in queue]  # they ascend, so that bisect finds the largest that still fits
         opened, unopened = sorted(self.holds[g], key=lambda w: (self.time[w], w)), None
         while queue:
             if opened:

@@ -50,7 +50,7 @@ def balancedness(gpu_load):
     if not good.all():
         raise ValueError(f"gpu_load must be finite and not negative, got {gpu_load[~good][0]}")
     top = gpu_load.max(axis=-1, keepdims=True)
-    power = -np.frexp(top)[1]  # a power of two rounds nothing, and sums of huge loads stay finite
+    power = -np.frexp(top)[1]  # scaling by a power of two rounds nothing, and sums of huge loads stay finite
     top = np.ldexp(np.where(top > 0, top, 1.0), power)[..., 0]
     return np.where(gpu_load.any(axis=-1), np.ldexp(gpu_load, power).mean(axis=-1) / top, 1.0)
 

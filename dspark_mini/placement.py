@@ -17,7 +17,7 @@ from .load import balancedness
 
 __all__ = ["Move", "Placement", "check_placement", "moves_between"]
 
-GOAL = 0.9992  # of the bound: closer than this a plan is finished, routing noise is larger
+GOAL = 0.9992  # of the bound: a plan this close to it is finished, since routing noise is larger
 
 
 class Move(NamedTuple):
@@ -53,7 +53,7 @@ class Placement:
 
     def __post_init__(self):
         load = check_load(self.load)
-        slots = np.array(self.slot_expert)  # a copy: the plan must not change under its owner
+        slots = np.array(self.slot_expert)  # it is copied, so that nobody changes the plan from outside
         if slots.dtype.kind not in "iu" or slots.ndim != 2 or len(slots) != len(load):
             raise ValueError(
                 f"slot_expert must be integer of shape ({len(load)}, slots), got {slots.dtype} {slots.shape}"
@@ -110,7 +110,7 @@ class Placement:
         apportionment). Holds for equal and for unequal splits of an expert over its copies.
         """
         mean = self.load.sum(axis=1) / self.num_gpus
-        slots = min(self.num_slots, self.num_gpus * self.num_experts)  # further ones repeat what a GPU holds
+        slots = min(self.num_slots, self.num_gpus * self.num_experts)  # a further slot would repeat what its GPU holds
         heaviest = (self.load / replicate(self.load, slots, self.num_gpus)).max(axis=1)
         return np.where(mean > 0, mean / np.maximum(np.maximum(mean, heaviest), 1e-300), 1.0)
 
@@ -151,6 +151,7 @@ class Placement:
 
     @classmethod
     def from_json(cls, data):
+        """The placement that `to_json` wrote."""
         return cls(**data)
 
 
@@ -161,6 +162,7 @@ def check_placement(placement, name="placement"):
 
 
 def gpu_slots(num_slots, num_gpus):
+    """(gpus,) int64: how many slots each GPU has."""
     return num_slots // num_gpus + (np.arange(num_gpus) < num_slots % num_gpus)
 
 
@@ -200,6 +202,7 @@ def slot_weights(plan, load):
 
 
 def plan_load(plan, load):
+    """(layers, gpus) float64: the load of every GPU of `plan` (layers, gpus, k) under equal splits."""
     return slot_weights(plan, load).sum(axis=2)
 
 

@@ -25,12 +25,12 @@ from .placement import GOAL, Placement, count_rows, gpu_slots, plan_load, replic
 
 __all__ = ["place"]
 
-RETRY = 0.9985  # of the bound: below this another way to replicate is worth its time
-ROUNDS = 24  # of pairwise swaps for the first way, twice as many for the layers that need another
-OFFSETS = (-0.5, -0.25, 1.0, -0.8)  # rounding rules tried in turn by step 4
-SMALL = 128  # slots; up to here step 5 is quick, and with so few copies it is often needed
+RETRY = 0.9985  # of the bound: below this, another way to replicate is worth its time
+ROUNDS = 24  # rounds of pairwise swaps; a layer that needs another way to replicate gets twice as many
+OFFSETS = (-0.5, -0.25, 1.0, -0.8)  # step 4 tries these rounding rules in turn
+SMALL = 128  # slots: up to here step 5 is quick, and with so few copies it is often needed
 EXPLORE = 0.995  # of the bound: below this, step 5 is worth its time
-TRIALS = 100  # most copy counts that one round of step 5 tries
+TRIALS = 100  # one round of step 5 tries at most this many copy counts
 
 
 def place(load, *, num_gpus, num_slots, num_nodes=1, num_groups=1):
@@ -63,7 +63,7 @@ def place(load, *, num_gpus, num_slots, num_nodes=1, num_groups=1):
     if num_experts % num_groups:
         raise ValueError(f"num_groups must divide the number of experts ({num_experts}), got {num_groups}")
     planned = np.where(load.sum(axis=1, keepdims=True) > 0, load, 1.0)
-    # Scaling keeps tiny and huge loads away from the ends of float64; by a power of two, it changes no tie.
+    # Scaling keeps tiny and huge loads away from the ends of float64. By a power of two, it rounds nothing.
     planned = np.ldexp(planned, -np.frexp(planned.max(axis=1, keepdims=True))[1])
     if num_nodes > 1 and num_groups > 1 and num_groups % num_nodes == 0:
         if num_slots % num_nodes:
@@ -167,7 +167,7 @@ def _place_by_group(load, num_gpus, num_slots, num_nodes, num_groups):
     swapped = greedy.copy()
     _swap(swapped, group_load, np.zeros(layers), ROUNDS)
     best = None
-    for groups in (swapped, greedy):  # the greedy assignment last: its plan is never below the hierarchical baseline
+    for groups in (swapped, greedy):  # a plan on the greedy one is never below the baseline
         experts = (groups[..., None] * size + np.arange(size)).reshape(layers * num_nodes, -1)
         local = np.take_along_axis(np.repeat(load, num_nodes, axis=0), experts, 1)
         local = np.where(local.sum(axis=1, keepdims=True) > 0, local, 1e-12)
@@ -215,7 +215,7 @@ def pack(load, copies, num_gpus):
         left = free[at] - 1
         free[at] = left
         if not left.all():
-            flat[at[left == 0]] = np.inf  # full
+            flat[at[left == 0]] = np.inf  # this GPU is full
     order = np.argsort(chosen.T, axis=1, kind="stable")
     plan = np.full((layers, num_gpus, size.max()), -1)
     plan[:, np.arange(size.max()) < size[:, None]] = np.take_along_axis(expert, order, 1)
@@ -237,12 +237,12 @@ def _swap(plan, load, goal, rounds):
         return peak
     missing = plan < 0
     for turn in range(rounds):
-        # Eight turns pair everyone with eight partners; a layer still far off needs other copies, not more swaps.
+        # After eight turns every GPU met eight partners. A layer that is still far off needs other copies.
         act = np.flatnonzero((peak > goal) & ((turn < 8) | (peak < 1.03 * goal)))
         if len(act) == 0:
             break
         order = np.argsort(gpu_load[act], axis=1, kind="stable")
-        # Heaviest with lightest first; then every heavy GPU meets a different light one each turn.
+        # The heaviest GPU meets the lightest first; in each turn every heavy GPU meets another light one.
         heavy, light = order[:, ::-1][:, :pairs], np.roll(order[:, :pairs], turn, axis=1)
         row, column = np.nonzero(np.take_along_axis(gpu_load[act], heavy, 1) > goal[act, None])  # the others are done
         layer, h, g = act[row], heavy[row, column], light[row, column]
@@ -253,7 +253,7 @@ def _swap(plan, load, goal, rounds):
         best = miss.argmin(axis=1)
         i, j = best // k, best % k
         x, y = plan[layer, h, i], plan[layer, g, j]
-        # The pair gets lighter at the top, and no copy joins another copy of its expert.
+        # A swap must lower the busier GPU of the pair, and must not put two copies of an expert on one GPU.
         fits = miss[np.arange(len(layer)), best] < half * (1 - 1e-9)
         fits &= ~((plan[layer, g] == x[:, None]).any(axis=1) | (plan[layer, h] == y[:, None]).any(axis=1))
         layer, h, g, i, j = layer[fits], h[fits], g[fits], i[fits], j[fits]
@@ -278,7 +278,7 @@ def _separate(plan, load, num_gpus):
             gpu, slot = pair
             expert = rows[gpu, slot]
             gpu_load = weight.sum(axis=1)
-            # Candidates: any copy, new to this GPU, on a GPU that lacks the expert.
+            # A candidate is a copy of an expert that this GPU lacks, on a GPU that lacks this expert.
             new = (rows >= 0) & ~np.isin(rows, rows[gpu]) & ~(rows == expert).any(axis=1)[:, None]
             if not new.any():
                 break

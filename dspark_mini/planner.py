@@ -32,7 +32,7 @@ from .topology import Topology
 
 __all__ = ["Plan", "Request", "Worker", "plan_batch"]
 
-EXACT_REQUESTS = 12  # try the full recurrence up to this many requests
+EXACT_REQUESTS = 12  # up to this many requests, the full recurrence is tried
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def lower_bound(problem):
     link = p.topology.intra if p.topology.gpus_per_node > 1 else p.topology.inter
     leave = np.minimum(link.seconds(p.kv_bytes), p.kv_tokens * fast)
     leave = np.where(p.kv_tokens > 0, leave, 0.0)
-    # A single request needs the prefix, if nobody has it, and its own tokens, on the least busy worker.
+    # Alone on the least busy worker, a request takes its own tokens, and its prefix where nobody has it.
     alone = own + np.where(p.prefix >= 0, np.append(p.prefix_tokens * ~p.cached.any(axis=1), 0)[p.prefix] * fast, 0.0)
     alone = p.load.min() + alone + leave
     alone = np.where(p.kv_tokens > 0, np.minimum(alone, p.load[p.home] + own), alone)

@@ -121,14 +121,14 @@ def _fill(rows, load):
         gpu_load = np.where(rows >= 0, per_copy[rows], 0.0).sum(axis=1)
         if len(missing):
             expert = missing[load[missing].argmax()]
-        else:  # the hottest copy that some GPU with room does not hold yet
+        else:  # take the hottest copy that some GPU with room does not hold yet
             order = np.argsort(-per_copy, kind="stable")
             expert = next((e for e in order if (free & ~(rows == e).any(axis=1)).any()), order[0])
         if free.any():
             able = free & ~(rows == expert).any(axis=1)
             gpu = np.where(able if able.any() else free, gpu_load, np.inf).argmin()
             rows[gpu, np.flatnonzero(rows[gpu] < 0)[0]] = expert
-        else:  # over the spare copy whose loss leaves its sisters lightest
+        else:  # replace the spare copy whose loss leaves its sisters lightest
             spare = np.where(copies[rows] > 1, load[rows] / np.maximum(copies[rows] - 1, 1), np.inf)
             gpu, slot = np.unravel_index(spare.argmin(), rows.shape)
             rows[gpu, slot] = expert
@@ -150,7 +150,7 @@ def _descend(before, load, max_moves, target, move_cost):
     lowest = np.maximum(mean, (load / replicate(load, useful, num_gpus)).max(axis=1)) / GOAL
     goal = lowest if target is None else np.maximum(lowest, mean / target)
     first = plan_load(before, load).max(axis=1)
-    best = MIN_GAIN * first  # net gain of `result`; nothing is taken below the noise
+    best = MIN_GAIN * first  # the net gain of `result`; a gain below the noise is not taken
     at_home = np.zeros((layers, num_experts + 1, num_gpus), dtype=bool)
     at_home[np.arange(layers)[:, None, None], before, np.arange(num_gpus)[None, :, None]] = True  # -1 is the extra row
     act = np.flatnonzero((mean > 0) & (first > goal))
@@ -208,7 +208,7 @@ class _Steps:
         self.potential = _above(self.over)
         self.hot = self.over.argmax(axis=1)
 
-        # What every other GPU with a copy gains or loses when an expert has one copy fewer, or one more.
+        # When an expert has one copy fewer, or one more, the load of every other GPU that holds it rises, or falls.
         fewer = (wide / copies / np.maximum(copies - 1, 1))[layer, self.slots]
         more = (wide / copies / (copies + 1))[layer, self.slots]
         rise = np.where(self.real, _above(self.over[..., None] + fewer) - self.potential[..., None], 0.0)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-EXACT_STATES = 20_000  # give up when more states than this are alive
+EXACT_STATES = 20_000  # the search gives up when more states than this are alive
 
 
 def solve_exactly(problem, known):
@@ -54,7 +54,7 @@ def solve_exactly(problem, known):
                 m[:, w] -= need[r, w] + extra
                 h[:, w] = True
                 ok = (m[:, w] >= 0) & (t[:, w] <= limit)
-                # What is left needs at least `cheapest` in all: not even perfect spreading would save other states.
+                # The rest takes at least `cheapest`: a state goes if even perfect spreading misses the limit.
                 if deferrals == 0:
                     ok &= (t.sum(axis=1) + cheapest[step + 1]) / workers <= limit
                 at = np.flatnonzero(ok)

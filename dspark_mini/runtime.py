@@ -8,8 +8,8 @@ When a peer dies, gloo raises in all ranks that talk to it; when it hangs, they 
 
 1. *Leave.* Close the group. That closes the connections of ranks that still wait, and they raise too.
 2. *Meet.* Sign up in the store under the next epoch, wait for the others or for `settle_s`, propose the list
-   of those who came. The store keeps the first proposal (compare-and-set), so all read the same list. Who is
-   not on it, a rank that woke up too late, leaves for good.
+   of those who came. The store keeps the first proposal (compare-and-set), so all read the same list. A rank
+   that is not on it, because it woke up too late, leaves for good.
 3. *Repair.* Form the new group, tell each other which experts are really in memory (a migration may have been
    cut off half-way), complete the placement, and fetch what is missing from a survivor or from storage.
 4. *Resume.* Finished requests have been delivered already; those of the lost rank start again on the survivors.
@@ -152,9 +152,11 @@ class _Progress:
 
     @property
     def left(self):
+        """Tokens that are still to be fed."""
         return len(self.job.prompt) + self.job.steps - 1 - self.fed
 
     def commit(self, state, token):
+        """Take over the state after the last layer; once the prompt is fed, the token belongs to the output."""
         self.state = state
         self.fed += 1
         if self.fed >= len(self.job.prompt):
@@ -182,7 +184,7 @@ def abandon_group(cuda):
     try:
         if cuda:
             dist.distributed_c10d._abort_process_group()
-    except (RuntimeError, AttributeError):  # a private function of torch: where it is another, the ordinary way is left
+    except (RuntimeError, AttributeError):  # this function of torch is private and may change; the ordinary way is left
         pass
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -198,7 +200,7 @@ class Runtime:
     def __init__(self, me, num_ranks, store, config, jobs, options):
         self.me, self.store, self.config, self.jobs, self.options = me, store, config, jobs, options
         self.members, self.epoch = list(range(num_ranks)), 0
-        # Every rank of a machine has its own GPU; where one is lost, its number is lost with it.
+        # Every rank of a machine has its own GPU. A lost rank takes the number of its GPU with it.
         self.device = options.device if options.device == "cpu" else f"{options.device}:{me}"
         self.model = Model(config, self.device)
         self.tracker = LoadTracker(config.num_layers, config.num_experts, half_life=20_000)
@@ -219,7 +221,7 @@ class Runtime:
                     if not self._one_step():
                         break
                 except ExchangeError:
-                    raise  # ranks disagree: a mistake, which no new group would mend
+                    raise  # ranks disagree: that is a mistake, and no new group would mend it
                 except RuntimeError as error:
                     self._recover(error)
         except _Evicted:
@@ -234,7 +236,7 @@ class Runtime:
     def _join(self):
         if self.device != "cpu":
             torch.cuda.set_device(self.device)
-            # Whom to blame is decided here, not by a watchdog.
+            # This loop decides who is lost; the watchdog of NCCL would end the process.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         rank, ranks, timeout_s = self.members.index(self.me), len(self.members), self.options.timeout_s
         name = f"group/{self.epoch}"
@@ -285,7 +287,7 @@ class Runtime:
         step, where, how = self.faults.get(self.me, (None, None, None))
         if (step, where) == (self.step, layer):
             self.store.set(f"fault/{self.me}", repr(time.time()))
-            if how == "nap":  # as good as frozen to the others, but it wakes up
+            if how == "nap":  # to the others it looks frozen, but it wakes up
                 time.sleep(2 * self.options.timeout_s + self.options.settle_s)
                 return
             os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
@@ -323,7 +325,7 @@ class Runtime:
         while True:
             failure = (self.step, tuple(self.members))
             if failure == self.failure:
-                raise error  # nobody was lost last time, and it failed again: not a matter of peers
+                raise error  # nobody was lost last time, and it failed again: the cause is not a lost peer
             self.failure = failure
             self._event("noticed", error=f"{type(error).__name__}: {error}"[:200])
             # The traceback's frames hold the group, and with it the connections that others wait on.

@@ -244,7 +244,7 @@ def _attention_s(load, owner, model, gpu, gpus, speedup):
     decode = load.new_tokens == 1
     pairs = load.new_tokens * load.context.astype(np.float64)
     flops = np.bincount(owner, pairs * np.where(decode, model.decode_flops, model.prefill_flops), gpus)
-    # A decode step reads its whole cache for one query; a prompt's keys are on the chip already.
+    # A decode step reads its whole cache for one query, while the keys of a prompt are on the chip already.
     read = np.bincount(owner, np.where(decode, load.context, load.new_tokens), gpus) * model.kv_width
     project = _roofline(2.0 * tokens * model.attention_params, model.attention_params * model.bytes_per_weight, gpu)
     core = _roofline(flops, read * model.bytes_per_weight, gpu)

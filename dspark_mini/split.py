@@ -31,7 +31,7 @@ from .placement import check_placement
 __all__ = ["assign_sources", "balance", "gpu_tokens", "split_batch", "split_bound"]
 
 SWEEPS = 8
-EXACT_GPUS = 128  # with more, only water is filled: a search visits every copy, and gaps of a token matter less
+EXACT_GPUS = 128  # with more GPUs a search for chains takes too long, and a token more matters less
 
 
 def split_batch(counts, placement, layer):
@@ -67,7 +67,7 @@ def split_bound(counts, placement, layer):
     """
     total, tokens, homes = balance(counts, placement, layer)
     counts = check_counts(counts, placement.num_experts).tolist()
-    # Of several busiest GPUs perhaps only one is stuck, so each is asked by itself.
+    # Perhaps only one of several busiest GPUs is stuck, so the search starts from each by itself.
     busiest = [gpu for gpu, n in enumerate(total) if n == max(total)]
     best = (-1, ())
     for stuck in (*(_reach(total, tokens, homes, [gpu])[0] for gpu in busiest), set(range(len(total)))):
@@ -106,7 +106,7 @@ def assign_sources(rank_counts, slot_tokens, placement, layer):
             f"{served[expert]} places"
         )
     for expert, slots in enumerate(placement.slots_of(layer)):
-        if len(slots) == 1:  # no choice
+        if len(slots) == 1:  # there is no choice
             result[:, slots[0]] = need[:, expert]
             continue
         wanted = need[:, expert].tolist()
@@ -179,7 +179,7 @@ def balance(counts, placement, layer, watch=None):
 
 def _pour(n, gpus, part, total):
     """Water-fill n tokens of one expert over its `gpus`, in place; returns whether anything changed."""
-    if len(gpus) == 2:  # by far the most common case
+    if len(gpus) == 2:  # this is by far the most common case
         a, b = gpus
         low, high = total[a] - part[0], total[b] - part[1]
         first = min(max((n + high - low + 1) // 2, 0), n)

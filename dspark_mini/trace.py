@@ -176,7 +176,7 @@ def _read_esft(folder, num_experts):
                 sequences.append(np.array(ids, dtype=np.int64))
         lengths = [len(s) for s in sequences]
         if offsets is None:
-            # A token's gate weights fall on one scale, its experts are distinct: the longest distinct run is top_k.
+            # The experts of a token are distinct, so the longest run of distinct ids is top_k.
             top_k = _infer_top_k(sequences)
             offsets = np.concatenate([[0], np.cumsum(lengths) // top_k])
         flat = np.concatenate(sequences)
