@@ -110,7 +110,9 @@ def test_a_shared_prefix_is_stored_once():
     pool.cache_prefix("system", "first", 128)
     hits = [pool.allocate(i, 160, prefix="system")[1] for i in range(10)]
     assert hits == [128] * 10
-    assert pool.stats().used == 8 + 11 * 2
+    assert pool.stats().used == 8 + 11 * 2 and pool.stats().utilisation == 1.0
+    pool.append(0)
+    assert pool.stats().utilisation == pytest.approx(481 / 496)
     for name in ("first", *range(10)):
         pool.free(name)
     assert (pool.stats().used, pool.stats().cached, pool.stats().free) == (0, 8, 92)
@@ -155,6 +157,9 @@ def test_what_is_refused_changes_nothing():
         assert books(pool) == before
     pool.apply(move for move in [(0, 7)])
     assert pool._prefixes["p"][0] == [7, 1]
+    pool.allocate("b", 8, prefix="p")  # now q is the one that was used least recently, and goes first
+    pool.allocate("c", 8)
+    assert list(pool._prefixes) == ["p"]
 
 
 def test_pages_of_the_prefix_that_a_sequence_takes_are_not_counted_as_free():

@@ -247,3 +247,4 @@ def test_losing_gpus(gpus, slots, lost):
     for m in moves:
         assert m.expert == after.slot_expert[m.layer, m.target]
         assert m.source == -1 if m.expert not in kept[m.layer] else kept[m.layer, m.source] == m.expert
+        assert m.expert not in kept[m.layer, after.slot_gpu == after.slot_gpu[m.target]]  # its GPU did not hold it
