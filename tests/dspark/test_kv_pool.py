@@ -157,7 +157,8 @@ def test_what_is_refused_changes_nothing():
         assert books(pool) == before
     pool.apply(move for move in [(0, 7)])
     assert pool._prefixes["p"][0] == [7, 1]
-    pool.allocate("b", 8, prefix="p")  # now q is the one that was used least recently, and goes first
+    pool.allocate("b", 8, prefix="p")
+    pool.free("b")  # q is now the prefix that was used least recently: it goes first
     pool.allocate("c", 8)
     assert list(pool._prefixes) == ["p"]
 
