@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["check_counts", "check_integer", "check_load", "check_number"]
+__all__ = ["check_counts", "check_integer", "check_load", "check_number", "plain"]
 
 INT64 = 2**63 - 1
+
+
+def plain(x):
+    """`x` as a numpy array; a tensor comes from its device."""
+    return np.asarray(x.detach().cpu() if hasattr(x, "detach") else x)
 
 
 def check_integer(value, name, low=None, high=INT64):
@@ -37,7 +42,7 @@ def check_load(load, name="load"):
     rounded as float64 rounds them.
     """
     try:
-        array = np.asarray(load.detach().cpu() if hasattr(load, "detach") else load)
+        array = plain(load)
     except ValueError as error:
         raise ValueError(f"{name} must be one rectangular (layers, experts) array: {error}") from None
     if array.dtype.kind not in "iuf":
@@ -45,20 +50,12 @@ def check_load(load, name="load"):
     if array.ndim == 1:
         array = array[None]
     if array.ndim != 2 or array.size == 0:
-        raise ValueError(
-            f"{name} must have shape (layers, experts) with at least one of each, got {array.shape}"
-        )
+        raise ValueError(f"{name} must have shape (layers, experts) with at least one of each, got {array.shape}")
     array = array.astype(np.float64)
-    if not np.isfinite(array).all():
-        layer, expert = np.argwhere(~np.isfinite(array))[0]
-        raise ValueError(
-            f"{name} must be finite, got {array[layer, expert]} at layer {layer}, expert {expert}"
-        )
-    if (array < 0).any():
-        layer, expert = np.argwhere(array < 0)[0]
-        raise ValueError(
-            f"{name} must not be negative, got {array[layer, expert]} at layer {layer}, expert {expert}"
-        )
+    for bad, wanted in ((~np.isfinite(array), "be finite"), (array < 0, "not be negative")):
+        if bad.any():
+            layer, expert = np.argwhere(bad)[0]
+            raise ValueError(f"{name} must {wanted}, got {array[layer, expert]} at layer {layer}, expert {expert}")
     with np.errstate(over="ignore"):
         total = array.sum(axis=1)
     if not np.isfinite(total).all():
@@ -75,7 +72,7 @@ def check_counts(counts, num_experts, name="counts"):
     Their sum must fit into int64 as well, so that no count of tokens later on can overflow.
     """
     try:
-        array = np.asarray(counts.detach().cpu() if hasattr(counts, "detach") else counts)
+        array = plain(counts)
     except ValueError as error:
         raise ValueError(f"{name} must be one array of shape ({num_experts},): {error}") from None
     if array.dtype.kind == "f":
@@ -87,7 +84,7 @@ def check_counts(counts, num_experts, name="counts"):
         raise ValueError(f"{name} must have shape ({num_experts},), one entry per expert, got {array.shape}")
     if (array < 0).any():
         raise ValueError(f"{name} must not be negative, got {array.min()} at expert {int(array.argmin())}")
-    if array.size and int(array.max()) > INT64 // array.size:  # only then can the sum be too large
+    if array.size and int(array.max()) > INT64 // array.size:  # else the sum cannot be too large
         total = sum(map(int, array.tolist()))
         if total > INT64:
             raise ValueError(f"{name} must add up to at most 2**63 - 1 tokens (int64), got {total}")

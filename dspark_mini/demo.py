@@ -1,5 +1,4 @@
-"""What the commands `run` and `survive` do: a real MoE layer over ranks, before and after, and the loss of a
-rank."""
+"""What the commands `run` and `survive` do: a real MoE layer over ranks, before and after, and the loss of a rank."""
 
 from __future__ import annotations
 
@@ -11,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from . import baselines
-from .dispatch import _gather, moe_forward
+from .dispatch import gather_rows, moe_forward, rank_in
 from .experts import Experts, moe_reference
-from .launch import connect, run_ranks
+from .launch import connect, join_group, run_ranks
 from .load import balancedness
-from .place import place
+from .placing import place
 from .runtime import Job, ModelConfig, Options, reference_outputs, serve
 from .split import split_batch
 from .trace import bundled_trace, generate_trace, read_trace
@@ -30,9 +29,7 @@ def layer_demo(settings):
     else None."""
     if "RANK" in os.environ and not dist.is_initialized():
         prepare()
-        cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(
-            os.environ.get("LOCAL_WORLD_SIZE", "1")
-        )
+        cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group(
@@ -53,24 +50,18 @@ def layer_demo(settings):
 def prepare():
     """Settings of this process that ranks of one machine want before they meet."""
     if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may lead nowhere
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast in the switch: nothing that is sent here needs it
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may lead to no device
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # nothing that is sent here needs the switch's multicast
 
 
 def layer_rank(rank, num_ranks, port, settings):
     """The same, started by `launch.run_ranks` instead of torchrun."""
-    dist.init_process_group(
-        "gloo",
-        store=dist.PrefixStore("run", connect(port)),
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timedelta(seconds=settings["timeout_s"]),
-    )
+    join_group(connect(port), "run", rank, num_ranks, timeout_s=settings["timeout_s"])
     return layer_demo(settings)
 
 
 def _layer(settings, device):
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, ranks = rank_in(None)
     dim, hidden = settings["dim"], settings["hidden"]
     tokens, layers, steps = settings["tokens"], settings["layers"], settings["steps"]
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -79,9 +70,7 @@ def _layer(settings, device):
     elif (settings["experts"], settings["top_k"]) == (64, 6):
         trace = bundled_trace()
     else:
-        trace = generate_trace(
-            num_layers=layers, num_experts=settings["experts"], top_k=settings["top_k"], seed=1
-        )
+        trace = generate_trace(num_layers=layers, num_experts=settings["experts"], top_k=settings["top_k"], seed=1)
     layers = min(layers, trace.num_layers)
     half = trace.num_tokens // 2
     history = trace.counts(0, half)[:layers]
@@ -90,20 +79,9 @@ def _layer(settings, device):
         "before": (baselines.contiguous(history, num_gpus=ranks), baselines.equal_split),
         "after": (place(history, num_gpus=ranks, num_slots=slots * ranks), split_batch),
     }
-    report = {
-        "ranks": ranks,
-        "device": device,
-        "dim": dim,
-        "hidden": hidden,
-        "experts": trace.num_experts,
-        "top_k": trace.top_k,
-        "layers": layers,
-        "tokens_per_rank": tokens,
-        "slots_per_gpu": slots,
-        "steps": steps,
-        "trace": trace.source,
-        "generated": trace.generated,
-    }
+    report = {"ranks": ranks, "device": device, "dim": dim, "hidden": hidden, "experts": trace.num_experts}
+    report |= {"top_k": trace.top_k, "layers": layers, "tokens_per_rank": tokens, "slots_per_gpu": slots}
+    report |= {"steps": steps, "trace": trace.source, "generated": trace.generated}
     outputs = {}
     for name, (placement, split) in plans.items():
         held = placement.slot_expert[:, placement.slot_gpu == rank]
@@ -119,7 +97,7 @@ def _layer(settings, device):
                     rows[layer] += stats["plan"].rank_tokens
                     seconds += stats["compute"]
                     exchange += stats["exchange"]
-        busy = _gather(np.array([round(seconds * 1e9), round(exchange * 1e9)]), None, ranks)
+        busy = gather_rows(np.array([round(seconds * 1e9), round(exchange * 1e9)]), None, ranks)
         report[name] = {
             "rank_tokens": rows.sum(axis=0).tolist(),
             "layer_rank_tokens": rows.tolist(),
@@ -128,17 +106,13 @@ def _layer(settings, device):
             "exchange_s": (busy[:, 1] / 1e9).tolist(),
             "critical_rows": int(rows.max(axis=1).sum()),
         }
-    same = all(
-        torch.equal(outputs["before", s, y], outputs["after", s, y]) for s in range(1) for y in range(layers)
-    )
+    same = all(torch.equal(outputs["before", 0, y], outputs["after", 0, y]) for y in range(layers))
     x, ids, weights = _inputs(trace, 0, half, 0, rank, ranks, tokens, dim, dtype, device)
     alone = moe_reference(x, ids, weights, 0, num_experts=trace.num_experts, hidden=hidden)
     identical = same and torch.equal(alone, outputs["after", 0, 0])
     error = float((alone - outputs["after", 0, 0]).abs().max()) if len(alone) else 0.0
-    checks = _gather(np.array([identical, round(error * 1e9)]), None, ranks)
-    report["identical"] = bool(
-        checks[:, 0].all()
-    )  # promised on a CPU; a GPU's matrix products depend on row counts
+    checks = gather_rows(np.array([identical, round(error * 1e9)]), None, ranks)
+    report["identical"] = bool(checks[:, 0].all())  # a promise of the CPU; a GPU's products depend on row counts
     report["max_error"] = float(checks[:, 1].max()) / 1e9
     return report if rank == 0 else None
 
@@ -153,9 +127,7 @@ def _inputs(trace, layer, start, step, rank, ranks, tokens, dim, dtype, device):
     return x, ids, weights
 
 
-def survive_demo(
-    *, ranks=4, lose=2, how="kill", step=3, jobs=24, timeout_s=3.0, device="cpu", limit_s=120, **widths
-):
+def survive_demo(*, ranks=4, lose=2, how="kill", step=3, jobs=24, timeout_s=3.0, device="cpu", limit_s=120, **widths):
     """Serve requests on `ranks` ranks, lose one in the middle of a step, and compare with an undisturbed
     process. `widths` replace those of a small `ModelConfig`; `device` "cuda" gives each rank a GPU."""
     config = ModelConfig(**{"dim": 64, "hidden": 32, "num_experts": 64, "top_k": 6, "num_layers": 2, **widths})

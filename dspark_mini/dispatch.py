@@ -1,15 +1,12 @@
 """Tokens to experts and back, over torch.distributed.
 
-One MoE layer on rank r (= GPU r): every token here has `top_k` experts, and an expert may live on several
-ranks.
+One MoE layer on rank r (= GPU r): every token here has `top_k` experts, and an expert may live on several ranks.
 
-1. *Counts first.* All ranks gather everybody's tokens per expert, together with what must agree: layer,
-   widths, dtype, placement. Any disagreement raises the same `ExchangeError` on every rank, before a single
-   row is sent. This is not politeness: gloo returns silently, with wrong data, when two ranks disagree on
-   sizes.
-2. *Split.* From the summed counts every rank computes the same division over copies, and from that the same
-   matrix of rows that each rank sends to each slot. No further negotiation; receivers know what arrives, in
-   which order.
+1. *Counts first.* All ranks gather everybody's tokens per expert, together with what must agree: layer, widths, dtype,
+   placement. Any disagreement raises the same `ExchangeError` on every rank, before a single row is sent. It must
+   be so: when two ranks disagree on sizes, gloo returns wrong data without an error.
+2. *Split.* From the summed counts every rank computes the same division over copies, and from that the same matrix of
+   rows that each rank sends to each slot. No further negotiation; receivers know what arrives, in which order.
 3. *Dispatch.* One all-to-all of token rows, sorted by slot. 4. *Experts.* Rows grouped by slot. 5. *Combine.*
    The all-to-all in reverse, and each token sums its experts' results in the order of its own top-k list.
 
@@ -19,9 +16,8 @@ Step 5 fixes the order of summation, and `expert_mlp` makes a row's result indep
 So in float32 the output is bit-identical to one process that holds all experts, however tokens were split. In
 bfloat16 on a GPU speed comes first: all of a rank's experts are one grouped product where torch has it.
 
-Rows travel once per (token, expert). Sending a token once per rank that needs it would save up to (top_k - 1)
-/ top_k of the dispatch bytes, but not of the combine bytes, at the price of indices in the payload; this is
-the simple form.
+Rows travel once per (token, expert). Sending a token once per rank that needs it would save up to (top_k - 1) / top_k
+of the dispatch bytes, but not of the combine bytes, at the price of indices in the payload; this is the simple form.
 
 Counts travel on the CPU (gloo), rows on the device of `x` (gloo or NCCL): a group made with backend
 "cpu:gloo,cuda:nccl" serves both.
@@ -37,20 +33,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .experts import _weighted_sum
+from .experts import weighted_sum
 from .load import count_tokens
 from .split import assign_sources, split_batch
 
 __all__ = [
-    "ExchangeError",
-    "ExchangePlan",
-    "combine",
-    "dispatch",
-    "exchange_rows",
-    "migrate",
-    "moe_forward",
+    "ExchangeError", "ExchangePlan", "combine", "dispatch", "exchange_rows", "migrate", "moe_forward",
     "plan_exchange",
-]
+]  # fmt: skip
 
 HEADER = ("layer", "placement", "width", "dtype", "top_k", "pairs")
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -92,6 +82,11 @@ class ExchangePlan:
         return self.sends[:, self.slot_gpu == self.rank]
 
 
+def rank_in(group):
+    """(rank, ranks) of this process in `group`; alone where no group was made."""
+    return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+
+
 def plan_exchange(
     topk_ids, placement, layer, *, width, dtype=torch.float32, group=None, split=split_batch, refuse=None
 ):
@@ -102,16 +97,16 @@ def plan_exchange(
     ExchangeError on all ranks if they disagree, ValueError (on this rank) for bad ids. `refuse` is an error to
     raise instead of going on, once the other ranks, who wait for our counts, have been told.
     """
-    rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    rank, ranks = rank_in(group)
     ids = topk_ids.detach().cpu().numpy() if isinstance(topk_ids, Tensor) else np.asarray(topk_ids)
     mine, bad = np.zeros(placement.num_experts, dtype=np.int64), refuse
     try:
         mine = count_tokens(ids, placement.num_experts)
-    except ValueError as error:  # tell the others before leaving: they are waiting for our counts
+    except ValueError as error:  # the others wait for our counts, so they are told before this rank leaves
         bad = error
     top_k = ids.shape[1] if ids.ndim == 2 else 0
     header = [layer, placement.digest(), width, DTYPES.get(dtype, -1), top_k, -1 if bad else int(mine.sum())]
-    everyone = _gather(np.concatenate([header, mine]), group, ranks)
+    everyone = gather_rows(np.concatenate([header, mine]), group, ranks)
     heads, rank_counts = everyone[:, : len(HEADER)], everyone[:, len(HEADER) :]
     if bad is not None:
         raise bad
@@ -119,18 +114,15 @@ def plan_exchange(
     counts = rank_counts.sum(axis=0)
     sends = assign_sources(rank_counts, split(counts, placement, layer), placement, layer)
 
-    # Pairs sorted by expert line up with the slots sorted by expert: the first sends[slot] go to the first
-    # slot, ...
+    # Pairs sorted by expert line up with slots sorted by expert: the first sends[slot] pairs go to the first slot.
     flat = ids.ravel()
     by_expert = np.argsort(flat, kind="stable")[np.count_nonzero(flat < 0) :]
     slots = np.concatenate([np.array(s) for s in placement.slots_of(layer)])
     slot_of_pair = np.repeat(slots, sends[rank, slots])
     order = by_expert[np.argsort(slot_of_pair, kind="stable")]
     plan = ExchangePlan(sends, order, counts, rank, placement.slot_gpu)
-    if (
-        ranks > 1
-    ):  # the same arithmetic everywhere, or a difference in version or hardware: find out before sending
-        marks = _gather(np.array([_mark(sends)]), group, ranks).ravel()
+    if ranks > 1:  # all ranks must have planned the same, whatever their versions and hardware
+        marks = gather_rows(np.array([fingerprint(sends)]), group, ranks).ravel()
         if (marks != marks[0]).any():
             raise ExchangeError(
                 f"ranks {np.flatnonzero(marks != marks[0]).tolist()} planned another exchange than rank 0"
@@ -138,7 +130,7 @@ def plan_exchange(
     return plan
 
 
-def _gather(row, group, ranks):
+def gather_rows(row, group, ranks):
     """All-gather one int64 row per rank: (ranks, n). On the CPU, unless the group speaks nothing but NCCL."""
     if ranks == 1:
         return row[None].astype(np.int64)
@@ -151,9 +143,7 @@ def _gather(row, group, ranks):
 
 def _check_heads(heads, rank_counts, placement, ranks):
     if ranks != placement.num_gpus:
-        raise ExchangeError(
-            f"the group has {ranks} ranks, but the placement is for {placement.num_gpus} GPUs"
-        )
+        raise ExchangeError(f"the group has {ranks} ranks, but the placement is for {placement.num_gpus} GPUs")
     column = dict(zip(HEADER, heads.T))
     if (column["pairs"] < 0).any():
         raise ExchangeError(
@@ -168,7 +158,7 @@ def _check_heads(heads, rank_counts, placement, ranks):
         raise ExchangeError(f"ranks {np.flatnonzero(wrong).tolist()} sent counts that do not add up")
 
 
-def _mark(sends):
+def fingerprint(sends):
     """A fingerprint of an integer matrix, computed with wrap-around arithmetic."""
     flat = sends.ravel().astype(np.uint64)
     factor = np.arange(1, len(flat) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -182,7 +172,7 @@ def exchange_rows(rows, send, receive, group=None, out=None):
     ...), or fills `out`, which may have any strides. With more than one rank the counts are compared with the
     other side's before the payload: every rank of a group that disagrees raises ExchangeError.
     """
-    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    ranks = rank_in(group)[1]
     send, receive = [int(n) for n in send], [int(n) for n in receive]
     shape = (sum(receive), *rows.shape[1:])
     problem = ""
@@ -194,14 +184,9 @@ def exchange_rows(rows, send, receive, group=None, out=None):
         problem = f"out must be {rows.dtype} of shape {shape}, got {out.dtype} {tuple(out.shape)}"
     if ranks > 1:
         width = rows[0:1].numel() if len(rows) else int(np.prod(rows.shape[1:]))
-        report = [
-            bool(problem),
-            width,
-            DTYPES.get(rows.dtype, -1),
-            *(send if not problem else [0] * ranks),
-            *(receive if not problem else [0] * ranks),
-        ]
-        table = _gather(np.array(report), group, ranks)
+        asked = [*send, *receive] if not problem else [0] * 2 * ranks
+        report = [bool(problem), width, DTYPES.get(rows.dtype, -1), *asked]
+        table = gather_rows(np.array(report), group, ranks)
         sends, receives = table[:, 3 : 3 + ranks], table[:, 3 + ranks :]
         if problem:
             raise ValueError(problem)
@@ -211,21 +196,18 @@ def exchange_rows(rows, send, receive, group=None, out=None):
             raise ExchangeError(f"ranks disagree on (row width, dtype): {table[:, 1:3].tolist()}")
         if (sends != receives.T).any():
             a, b = np.argwhere(sends != receives.T)[0]
-            raise ExchangeError(
-                f"rank {a} sends {sends[a, b]} rows to rank {b}, which expects {receives[b, a]}"
-            )
+            raise ExchangeError(f"rank {a} sends {sends[a, b]} rows to rank {b}, which expects {receives[b, a]}")
     elif problem:
         raise ValueError(problem)
-    return _all_to_all(rows, send, receive, group, out)
+    return all_to_all(rows, send, receive, group, out)
 
 
-def _all_to_all(rows, send, receive, group, out=None):
-    """The bare collective on contiguous buffers: a strided output would be filled wrongly by gloo, without a
-    word."""
+def all_to_all(rows, send, receive, group, out=None):
+    """The bare collective on contiguous buffers: a strided output would be filled wrongly by gloo, without a word."""
     rows = rows.contiguous()
     shape = (sum(receive), *rows.shape[1:])
     buffer = out if out is not None and out.is_contiguous() else rows.new_empty(shape)
-    if dist.is_initialized() and dist.get_world_size(group) > 1:
+    if rank_in(group)[1] > 1:
         dist.all_to_all_single(buffer, rows, list(receive), list(send), group=group)
     else:
         buffer.copy_(rows)
@@ -240,7 +222,7 @@ def dispatch(x, topk_ids, plan, group=None):
     local slot."""
     pair = torch.from_numpy(plan.order).to(x.device)
     rows = x.index_select(0, pair // topk_ids.shape[1])
-    received = _all_to_all(rows, plan.traffic[plan.rank].tolist(), plan.traffic[:, plan.rank].tolist(), group)
+    received = all_to_all(rows, plan.traffic[plan.rank].tolist(), plan.traffic[:, plan.rank].tolist(), group)
     return received.index_select(0, torch.from_numpy(_by_slot(plan.local)).to(x.device))
 
 
@@ -248,10 +230,10 @@ def combine(results, topk_ids, topk_weights, plan, group=None):
     """Send the results, grouped by local slot, back to their tokens and sum them: (tokens, dim)."""
     undo = np.argsort(_by_slot(plan.local), kind="stable")
     rows = results.index_select(0, torch.from_numpy(undo).to(results.device))
-    back = _all_to_all(rows, plan.traffic[:, plan.rank].tolist(), plan.traffic[plan.rank].tolist(), group)
+    back = all_to_all(rows, plan.traffic[:, plan.rank].tolist(), plan.traffic[plan.rank].tolist(), group)
     pairs = results.new_zeros(topk_ids.numel(), results.shape[1])
     pairs[torch.from_numpy(plan.order).to(results.device)] = back
-    return _weighted_sum(pairs.view(*topk_ids.shape, results.shape[1]), topk_ids, topk_weights)
+    return weighted_sum(pairs.view(*topk_ids.shape, results.shape[1]), topk_ids, topk_weights)
 
 
 def _by_slot(local):
@@ -262,9 +244,7 @@ def _by_slot(local):
     return np.concatenate(blocks).astype(np.int64) if blocks else np.zeros(0, dtype=np.int64)
 
 
-def moe_forward(
-    x, topk_ids, topk_weights, experts, placement, layer, *, group=None, split=split_batch, stats=None
-):
+def moe_forward(x, topk_ids, topk_weights, experts, placement, layer, *, group=None, split=split_batch, stats=None):
     """One MoE layer over all ranks of `group`.
 
     x (tokens, dim), topk_ids (tokens, top_k) integers with -1 for padding, topk_weights like topk_ids;
@@ -272,25 +252,17 @@ def moe_forward(
     Collective. `stats`, a dict, receives the ExchangePlan as "plan" and the seconds of "compute" and
     "exchange" on this rank; of the exchange, "planning" is what passed before the first row was sent.
     """
-    # Ranks that share cores must not count each other's time, so on a CPU the compute clock is this thread's
-    # own.
+    # Ranks that share cores must not count each other's time, so on a CPU the compute clock is this thread's own.
     clock = time.perf_counter if x.is_cuda else time.thread_time
     start = time.perf_counter()
-    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    rank = rank_in(group)[0]
     wanted = placement.slot_expert[layer, placement.slot_gpu == rank]
     held = experts.held[layer, : len(wanted)]
     refuse = None
     if held.shape != wanted.shape or (held != wanted).any():
         refuse = ValueError(f"experts must hold {wanted.tolist()} in layer {layer}, got {held.tolist()}")
     plan = plan_exchange(
-        topk_ids,
-        placement,
-        layer,
-        width=x.shape[1],
-        dtype=x.dtype,
-        group=group,
-        split=split,
-        refuse=refuse,
+        topk_ids, placement, layer, width=x.shape[1], dtype=x.dtype, group=group, split=split, refuse=refuse
     )
     planned = time.perf_counter()
     rows = dispatch(x, topk_ids, plan, group)
@@ -317,27 +289,19 @@ def migrate(experts, moves, placement, *, group=None):
     """Carry out `moves` (list of `Move`, slots numbered in `placement`): fetch copies from their ranks, or
     from storage.
 
-    Layer by layer, so that memory for one layer's copies is enough. All copies arrive in a buffer before any
-    slot of that layer is overwritten, since the moves are simultaneous. Collective; returns the bytes this
-    rank received.
+    Layer by layer, so that memory for one layer's copies is enough. All copies arrive in a buffer before any slot of
+    that layer is overwritten, since the moves are simultaneous. Collective; returns the bytes this rank received.
     """
-    rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    rank, ranks = rank_in(group)
     gpu = placement.slot_gpu
     first = np.searchsorted(gpu, np.arange(placement.num_gpus))
     received = 0
     for layer in sorted({move.layer for move in moves}):
         here = [move for move in moves if move.layer == layer]
-        sent = sorted(
-            (m for m in here if m.source >= 0 and gpu[m.source] == rank),
-            key=lambda m: (gpu[m.target], m.target),
-        )
-        wanted = sorted(
-            (m for m in here if m.source >= 0 and gpu[m.target] == rank),
-            key=lambda m: (gpu[m.source], m.target),
-        )
-        stored = [
-            (m, experts.stored(layer, m.expert)) for m in here if m.source < 0 and gpu[m.target] == rank
-        ]
+        fetched = [m for m in here if m.source >= 0]
+        sent = sorted((m for m in fetched if gpu[m.source] == rank), key=lambda m: (gpu[m.target], m.target))
+        wanted = sorted((m for m in fetched if gpu[m.target] == rank), key=lambda m: (gpu[m.source], m.target))
+        stored = [(m, experts.stored(layer, m.expert)) for m in here if m.source < 0 and gpu[m.target] == rank]
         rows = experts.weights[layer, [int(m.source - first[rank]) for m in sent]]
         send = np.bincount([gpu[m.target] for m in sent], minlength=ranks)
         receive = np.bincount([gpu[m.source] for m in wanted], minlength=ranks)

@@ -12,7 +12,7 @@ import torch
 
 __all__ = ["Experts", "by_rows", "expert_mlp", "make_expert", "moe_reference", "row_matmul"]
 
-ROWS = 16  # rows per exact matrix product: with one fixed shape, BLAS computes every row in the same way
+ROWS = 16  # rows of one exact product: with one fixed shape, BLAS computes every row in the same way
 GROUPED_MM = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
@@ -59,22 +59,14 @@ def expert_mlp(x, w_in, w_out):
 
 
 class Experts:
-    """The expert copies that one rank holds: weights (layers, slots, ...) on one device, and which expert is
-    where.
+    """The expert copies that one rank holds: weights (layers, slots, ...) on one device, and which expert is where.
 
-    `held` (layers, slots) int64 tells what is really in memory; it changes together with the weights and
-    nothing else.
+    `held` (layers, slots) int64 tells what is really in memory; it changes together with the weights and nothing else.
     """
 
     def __init__(self, held, *, dim, hidden, seed=0, dtype=torch.float32, device="cpu"):
         self.held = np.array(held, dtype=np.int64)
-        self.dim, self.hidden, self.seed, self.dtype, self.device = (
-            dim,
-            hidden,
-            seed,
-            dtype,
-            torch.device(device),
-        )
+        self.dim, self.hidden, self.seed, self.dtype, self.device = dim, hidden, seed, dtype, torch.device(device)
         layers, slots = self.held.shape
         # One row per slot, so that a copy moves as one row of `exchange_rows`.
         self.weights = torch.zeros(layers, slots, 3 * dim * hidden, dtype=dtype, device=self.device)
@@ -88,6 +80,7 @@ class Experts:
         self.held[layer, slot] = expert
 
     def stored(self, layer, expert):
+        """The weights of an expert as one row (3 * dim * hidden,), from storage."""
         w_in, w_out = make_expert(
             layer, expert, dim=self.dim, hidden=self.hidden, seed=self.seed, dtype=self.dtype, device=self.device
         )
@@ -134,7 +127,7 @@ _grouped_checked = {}
 def _grouped_works(rows):
     """Whether torch's grouped product serves `rows` and agrees with one product at a time; tried once a device.
 
-    What it is tried on has the layout of `Experts.weights`: the matrices of a slot are not neighbours of the next slot's.
+    The trial has the layout of `Experts.weights`: the matrices of a slot are not neighbours of the next slot's.
     """
     if GROUPED_MM is None or not rows.is_cuda or rows.dtype != torch.bfloat16 or not len(rows):
         return False
@@ -164,10 +157,10 @@ def moe_reference(x, topk_ids, topk_weights, layer, *, num_experts, hidden, seed
                 layer, expert, dim=x.shape[1], hidden=hidden, seed=seed, dtype=x.dtype, device=x.device
             )
             results[pair] = expert_mlp(x[token[pair]], *weights)
-    return _weighted_sum(results.view(*topk_ids.shape, x.shape[1]), topk_ids, topk_weights)
+    return weighted_sum(results.view(*topk_ids.shape, x.shape[1]), topk_ids, topk_weights)
 
 
-def _weighted_sum(results, topk_ids, topk_weights):
+def weighted_sum(results, topk_ids, topk_weights):
     """sum_k weight_k * result_k per token, in the order of k; padding counts as zero."""
     weights = torch.where(topk_ids >= 0, topk_weights, 0).to(results.dtype)
     out = torch.zeros_like(results[:, 0])

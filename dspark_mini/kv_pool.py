@@ -1,13 +1,11 @@
 """The paged KV cache's allocator: who owns which page, and how much memory is lost to what.
 
-KV memory is cut into pages of `page_size` tokens. A sequence owns a list of pages, in any order, so no free
-page is ever too small or in the wrong place: *external* fragmentation, free memory that nobody can use, is
-zero. What remains is *internal*: the unused rest of every sequence's last page. (`ContiguousPool`, the old
-way, reserves one run of memory per sequence; it is here to be measured against.)
+KV memory is cut into pages of `page_size` tokens. A sequence owns a list of pages, in any order, so no free page is
+ever too small or in the wrong place: there is no *external* fragmentation, free memory that nobody can use. What
+remains is *internal*: the unused rest of every sequence's last page.
 
-Pages are reference-counted. A prompt prefix that many requests share is stored once; when its last user ends
-it stays cached until the memory is wanted, least recently used first. Writing into a shared page copies it
-first.
+Pages are reference-counted. A prompt prefix that many requests share is stored once; when its last user ends it stays
+cached until the memory is wanted, least recently used first. Writing into a shared page copies it first.
 
 The pool moves no data itself. It returns what to copy, as (source page, target page) pairs.
 """
@@ -20,7 +18,7 @@ from dataclasses import dataclass
 
 from .checks import check_integer
 
-__all__ = ["ContiguousPool", "KVPool", "OutOfPages", "PoolStats"]
+__all__ = ["KVPool", "OutOfPages", "PoolStats"]
 
 
 class OutOfPages(RuntimeError):
@@ -34,7 +32,6 @@ class PoolStats:
     used, cached, free  pages in use by sequences, held only for a prefix, and free; they add up to the pool
     tokens              distinct tokens stored in used pages
     internal            token places in used pages that hold nothing
-    external            free token places that a request of the asked size cannot use
     """
 
     pages: int
@@ -44,7 +41,6 @@ class PoolStats:
     free: int
     tokens: int
     internal: int
-    external: int = 0
 
     @property
     def utilisation(self):
@@ -58,9 +54,7 @@ class KVPool:
     def __init__(self, num_pages, page_size=16):
         self.num_pages = num_pages = check_integer(num_pages, "num_pages", 1)
         self.page_size = check_integer(page_size, "page_size", 1)
-        self._free = list(
-            range(num_pages)
-        )  # a heap: the lowest page first keeps the pool dense and runs repeatable
+        self._free = list(range(num_pages))  # a heap: the lowest page first keeps the pool dense
         self._refs = [0] * num_pages
         self._fill = [0] * num_pages  # tokens written in a page
         self._pages = {}  # sequence -> pages
@@ -68,8 +62,7 @@ class KVPool:
         self._prefixes = OrderedDict()  # prefix -> (pages, tokens), least recently used first
 
     def allocate(self, sequence, tokens, prefix=None):
-        """Give a new `sequence` room for `tokens` tokens, the first of them shared with a cached `prefix` if
-        there.
+        """Give a new `sequence` room for `tokens` tokens, the first of them shared with a cached `prefix` if there.
 
         Returns (pages, hit): its page ids in order, and how many tokens the prefix already holds. Only full
         pages of a prefix are shared. Raises ValueError for a known sequence or tokens < 1, OutOfPages when
@@ -87,7 +80,7 @@ class KVPool:
         self._check_room(wanted, shared)
         if known:
             self._prefixes.move_to_end(prefix)
-        for page in shared:  # first, so that eviction cannot take them
+        for page in shared:  # they are counted first, so that eviction cannot take them
             self._refs[page] += 1
         own = self._take(wanted, shared)
         for i, page in enumerate(own):
@@ -120,8 +113,7 @@ class KVPool:
         return new, copies
 
     def fork(self, sequence, child):
-        """Let `child` share all pages of `sequence` (parallel sampling); a page is copied when one of them
-        writes."""
+        """Let `child` share all pages of `sequence` (parallel sampling); a page is copied when one of them writes."""
         pages = self._get(sequence)
         if child in self._pages:
             raise ValueError(f"sequence {child!r} is already in the pool")
@@ -154,24 +146,18 @@ class KVPool:
         return (len(self._free) + self._cached()) * self.page_size
 
     def stats(self):
+        """A `PoolStats` of the pool as it stands."""
         used = {page for pages in self._pages.values() for page in pages}
         tokens = sum(self._fill[page] for page in used)
-        return PoolStats(
-            self.num_pages,
-            self.page_size,
-            len(used),
-            self._cached(),
-            len(self._free),
-            tokens,
-            len(used) * self.page_size - tokens,
-        )
+        unused = len(used) * self.page_size - tokens
+        pages = len(used), self._cached(), len(self._free)
+        return PoolStats(self.num_pages, self.page_size, *pages, tokens, unused)
 
     def compaction(self):
         """Fewest page copies after which all live pages are the lowest ones: [(source, target), ...].
 
-        Every live page at or above the number of live pages has to move, and no other has to: that is the
-        minimum. Needed to give memory back (the tail becomes free as one run), not to keep allocating.
-        `apply` carries it out.
+        Every live page at or above the number of live pages has to move, and no other has to: that is the minimum.
+        Needed to give memory back (the tail becomes free as one run), not to keep allocating. `apply` carries it out.
         """
         live = sorted(page for page in range(self.num_pages) if self._refs[page])
         limit = len(live)
@@ -218,9 +204,7 @@ class KVPool:
         self._check_room(count, held)
         while count > len(self._free):
             used = {page for pages in self._pages.values() for page in pages}.union(held)
-            victim = next(
-                p for p, (pages, _) in self._prefixes.items() if not pages or not used >= set(pages)
-            )
+            victim = next(p for p, (pages, _) in self._prefixes.items() if not pages or not used >= set(pages))
             self._drop(self._prefixes.pop(victim)[0])
         pages = [heapq.heappop(self._free) for _ in range(count)]
         for page in pages:
@@ -233,47 +217,3 @@ class KVPool:
             if self._refs[page] == 0:
                 self._fill[page] = 0
                 heapq.heappush(self._free, page)
-
-
-class ContiguousPool:
-    """The allocator that paging replaced: first fit, one run of `reserve` token places per sequence."""
-
-    def __init__(self, num_tokens):
-        self.num_tokens = check_integer(num_tokens, "num_tokens", 1)
-        self._runs = {}  # sequence -> (start, reserved, tokens)
-
-    def allocate(self, sequence, tokens, reserve):
-        """Reserve a run of `reserve` places for a sequence of `tokens` tokens now; OutOfPages if no hole is
-        large enough."""
-        if sequence in self._runs:
-            raise ValueError(f"sequence {sequence!r} is already in the pool")
-        reserve = check_integer(reserve, "reserve", 1)
-        tokens = check_integer(tokens, "tokens", 1, reserve)
-        for start, size in self._holes():
-            if size >= reserve:
-                self._runs[sequence] = (start, reserve, tokens)
-                return start
-        raise OutOfPages(f"no hole of {reserve} tokens")
-
-    def free(self, sequence):
-        if sequence not in self._runs:
-            raise ValueError(f"sequence {sequence!r} is not in the pool")
-        del self._runs[sequence]
-
-    def stats(self, wanted=1):
-        """`external` counts the free places in holes smaller than `wanted` tokens."""
-        reserved = sum(run[1] for run in self._runs.values())
-        tokens = sum(run[2] for run in self._runs.values())
-        external = sum(size for _, size in self._holes() if size < wanted)
-        return PoolStats(
-            self.num_tokens, 1, reserved, 0, self.num_tokens - reserved, tokens, reserved - tokens, external
-        )
-
-    def _holes(self):
-        end = 0
-        for start, size, _ in sorted(self._runs.values()):
-            if start > end:
-                yield end, start - end
-            end = start + size
-        if end < self.num_tokens:
-            yield end, self.num_tokens - end

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .checks import check_counts
+from .checks import check_counts, check_integer, check_number, plain
 
 __all__ = ["LoadTracker", "balancedness", "count_tokens"]
 
@@ -22,13 +22,13 @@ def count_tokens(topk_ids, num_experts, mask=None):
     False for tokens that are not to be counted (padding, warm-up). Returns (num_experts,) int64. Raises
     ValueError for ids outside -1 .. num_experts - 1 and for a mask of the wrong shape.
     """
-    ids = np.asarray(topk_ids.detach().cpu() if hasattr(topk_ids, "detach") else topk_ids)
+    ids = plain(topk_ids)
     if ids.ndim != 2:
         raise ValueError(f"topk_ids must have shape (tokens, top_k), got {ids.shape}")
     if ids.dtype.kind not in "iu":
         raise ValueError(f"topk_ids must hold integer expert ids, got dtype {ids.dtype}")
     if mask is not None:
-        mask = np.asarray(mask.detach().cpu() if hasattr(mask, "detach") else mask)
+        mask = plain(mask)
         if mask.shape != ids.shape[:1] or mask.dtype != bool:
             raise ValueError(f"mask must be bool of shape ({ids.shape[0]},), got {mask.dtype} {mask.shape}")
         ids = ids[mask]
@@ -39,8 +39,7 @@ def count_tokens(topk_ids, num_experts, mask=None):
 
 
 def balancedness(gpu_load):
-    """Mean GPU load divided by the largest GPU load, over the last axis; 1 is perfect, and so is no load at
-    all.
+    """Mean GPU load divided by the largest GPU load, over the last axis; 1 is perfect, and so is no load at all.
 
     Raises ValueError unless all loads are finite and not negative, and there is at least one GPU.
     """
@@ -51,36 +50,30 @@ def balancedness(gpu_load):
     if not good.all():
         raise ValueError(f"gpu_load must be finite and not negative, got {gpu_load[~good][0]}")
     top = gpu_load.max(axis=-1, keepdims=True)
-    power = -np.frexp(top)[1]  # a power of two rounds nothing, and sums of huge loads stay finite
+    power = -np.frexp(top)[1]  # scaling by a power of two rounds nothing, and sums of huge loads stay finite
     top = np.ldexp(np.where(top > 0, top, 1.0), power)[..., 0]
     return np.where(gpu_load.any(axis=-1), np.ldexp(gpu_load, power).mean(axis=-1) / top, 1.0)
 
 
 class LoadTracker:
-    """Running expert load of every layer: exact int64 totals, and a decayed estimate that follows the
-    traffic.
+    """Running expert load of every layer: exact int64 totals, and a decayed estimate that follows the traffic.
 
-    `half_life` is the number of counted tokens after which an observation weighs half (None: it never fades).
-    Decay by tokens, not by steps, makes one large prefill weigh as much as the many decode steps that equal
-    it.
+    `half_life` is the number of counted tokens after which an observation weighs half (None: it never fades). Decay by
+    tokens, not by steps, makes one large prefill weigh as much as the many decode steps that equal it.
     """
 
     def __init__(self, num_layers, num_experts, *, half_life=None, warmup_steps=0):
-        if num_layers < 1 or num_experts < 1:
-            raise ValueError(
-                f"num_layers and num_experts must be positive, got {num_layers} and {num_experts}"
-            )
-        if half_life is not None and not half_life > 0:
-            raise ValueError(f"half_life must be a positive number of tokens or None, got {half_life}")
-        self.counts = np.zeros((num_layers, num_experts), dtype=np.int64)
-        self._decayed = np.zeros((num_layers, num_experts))
+        shape = check_integer(num_layers, "num_layers", 1), check_integer(num_experts, "num_experts", 1)
+        if half_life is not None:
+            check_number(half_life, "half_life, if not None,", positive=True)
+        self.counts = np.zeros(shape, dtype=np.int64)
+        self._decayed = np.zeros(shape)
         self._half_life = half_life
         self._warmup_steps = warmup_steps
         self.steps = 0
 
     def update(self, counts):
-        """Add one step's `counts` (layers, experts), whole numbers of tokens; the first `warmup_steps` are
-        ignored."""
+        """Add one step's `counts` (layers, experts), whole numbers of tokens; the first `warmup_steps` are ignored."""
         counts = np.asarray(counts)
         if counts.shape != self.counts.shape:
             raise ValueError(f"counts must have shape {self.counts.shape}, got {counts.shape}")

@@ -17,7 +17,7 @@ from .load import balancedness
 
 __all__ = ["Move", "Placement", "check_placement", "moves_between"]
 
-GOAL = 0.9992  # of the bound: closer than this a plan is finished, routing noise is larger
+GOAL = 0.9992  # of the bound: a plan this close to it is finished, since routing noise is larger
 
 
 class Move(NamedTuple):
@@ -53,7 +53,7 @@ class Placement:
 
     def __post_init__(self):
         load = check_load(self.load)
-        slots = np.array(self.slot_expert)  # a copy: the plan must not change under its owner
+        slots = np.array(self.slot_expert)  # it is copied, so that nobody changes the plan from outside
         if slots.dtype.kind not in "iu" or slots.ndim != 2 or len(slots) != len(load):
             raise ValueError(
                 f"slot_expert must be integer of shape ({len(load)}, slots), got {slots.dtype} {slots.shape}"
@@ -64,16 +64,12 @@ class Placement:
         if self.num_nodes < 1 or self.num_gpus % self.num_nodes:
             raise ValueError(f"num_nodes must divide num_gpus ({self.num_gpus}), got {self.num_nodes}")
         if slots.min() < 0 or slots.max() >= load.shape[1]:
-            raise ValueError(
-                f"slot_expert must lie in 0 .. {load.shape[1] - 1}, got {slots.min()} .. {slots.max()}"
-            )
-        copies = _count_rows(slots, load.shape[1])
+            raise ValueError(f"slot_expert must lie in 0 .. {load.shape[1] - 1}, got {slots.min()} .. {slots.max()}")
+        copies = count_rows(slots, load.shape[1])
         if (copies == 0).any():
             layer, expert = np.argwhere(copies == 0)[0]
             raise ValueError(f"slot_expert must hold every expert, but layer {layer} lacks expert {expert}")
-        share = (
-            1.0 / np.take_along_axis(copies, slots, 1) if self.share is None else np.array(self.share, float)
-        )
+        share = 1.0 / np.take_along_axis(copies, slots, 1) if self.share is None else np.array(self.share, float)
         if share.shape != slots.shape:
             raise ValueError(f"share must have shape {slots.shape}, got {share.shape}")
         for array, name in ((slots, "slot_expert"), (load, "load"), (share, "share"), (copies, "_copies")):
@@ -88,7 +84,7 @@ class Placement:
     @property
     def slot_gpu(self):
         """(slots,) int64, the GPU of every slot."""
-        return np.repeat(np.arange(self.num_gpus), _slots_per_gpu(self.num_slots, self.num_gpus))
+        return np.repeat(np.arange(self.num_gpus), gpu_slots(self.num_slots, self.num_gpus))
 
     @property
     def gpu_load(self):
@@ -97,9 +93,7 @@ class Placement:
 
     def gpu_load_of(self, load, share=None):
         """GPU loads (layers, gpus) under another `load` (layers, experts), each expert split by `share`."""
-        slot_load = np.take_along_axis(check_load(load), self.slot_expert, 1) * (
-            self.share if share is None else share
-        )
+        slot_load = np.take_along_axis(check_load(load), self.slot_expert, 1) * (self.share if share is None else share)
         return np.add.reduceat(slot_load, np.searchsorted(self.slot_gpu, np.arange(self.num_gpus)), axis=1)
 
     @property
@@ -111,14 +105,13 @@ class Placement:
     def bound(self):
         """(layers,) float64: no placement of these experts in as many slots has a higher balancedness.
 
-        The busiest GPU does at least the mean. It also does at least what the heaviest copy does, and the
-        heaviest copy is lightest when spare slots go, one by one, to the expert whose copies are heaviest
-        (exact for this min-max apportionment). Holds for equal and for unequal splits of an expert over its
-        copies.
+        The busiest GPU does at least the mean. It also does at least what the heaviest copy does, and the heaviest copy
+        is lightest when spare slots go, one by one, to the expert whose copies are heaviest (exact for this min-max
+        apportionment). Holds for equal and for unequal splits of an expert over its copies.
         """
         mean = self.load.sum(axis=1) / self.num_gpus
-        slots = min(self.num_slots, self.num_gpus * self.num_experts)  # further ones repeat what a GPU holds
-        heaviest = (self.load / _replicate(self.load, slots, self.num_gpus)).max(axis=1)
+        slots = min(self.num_slots, self.num_gpus * self.num_experts)  # a further slot would repeat what its GPU holds
+        heaviest = (self.load / replicate(self.load, slots, self.num_gpus)).max(axis=1)
         return np.where(mean > 0, mean / np.maximum(np.maximum(mean, heaviest), 1e-300), 1.0)
 
     def slots_of(self, layer):
@@ -130,9 +123,16 @@ class Placement:
             self._cache[layer] = tuple(map(tuple, table))
         return self._cache[layer]
 
+    def gpus_of(self, layer):
+        """For every expert of `layer`, the ascending list of GPUs that hold it, once each (computed once per layer)."""
+        key = ("gpus", layer)
+        if key not in self._cache:
+            gpu_of = self.slot_gpu.tolist()
+            self._cache[key] = [sorted({gpu_of[s] for s in slots}) for slots in self.slots_of(layer)]
+        return self._cache[key]
+
     def digest(self):
-        """A 63-bit fingerprint of (slot_expert, num_gpus, num_nodes): ranks compare it before they exchange
-        data."""
+        """A 63-bit fingerprint of (slot_expert, num_gpus, num_nodes): ranks compare it before they exchange data."""
         if "digest" not in self._cache:
             hashed = hashlib.sha256(self.slot_expert.astype("<i8").tobytes())
             hashed.update(repr((self.slot_expert.shape, self.num_gpus, self.num_nodes)).encode())
@@ -151,6 +151,7 @@ class Placement:
 
     @classmethod
     def from_json(cls, data):
+        """The placement that `to_json` wrote."""
         return cls(**data)
 
 
@@ -160,24 +161,24 @@ def check_placement(placement, name="placement"):
         raise ValueError(f"{name} must be a Placement (of `place`, for example), got {placement!r}")
 
 
-def _slots_per_gpu(num_slots, num_gpus):
+def gpu_slots(num_slots, num_gpus):
+    """(gpus,) int64: how many slots each GPU has."""
     return num_slots // num_gpus + (np.arange(num_gpus) < num_slots % num_gpus)
 
 
-def _count_rows(index, size):
+def count_rows(index, size):
     """Bincount of every row of `index`: (rows, n) -> (rows, size)."""
     rows = len(index)
     flat = (index + np.arange(rows)[:, None] * size).ravel()
     return np.bincount(flat, minlength=rows * size).reshape(rows, size)
 
 
-def _replicate(load, num_slots, cap, offset=0.0):
+def replicate(load, num_slots, cap, offset=0.0):
     """Copies (layers, experts) that use all slots: each spare goes to the expert with the largest load /
     (copies + offset).
 
-    Offset 0 makes the heaviest copy as light as any rule can. Negative offsets give the hottest experts fewer
-    copies and the warm ones more: the heaviest copy grows, but fewer GPUs hold a copy so heavy that nothing
-    fits beside it.
+    Offset 0 makes the heaviest copy as light as any rule can. Negative offsets give the hottest experts fewer copies
+    and the warm ones more: the heaviest copy grows, but fewer GPUs hold a copy so heavy that nothing fits beside it.
     """
     layers, num_experts = load.shape
     rows = np.arange(layers)
@@ -191,25 +192,24 @@ def _replicate(load, num_slots, cap, offset=0.0):
     return copies
 
 
-def _weights(plan, load):
+def slot_weights(plan, load):
     """Load of every slot of `plan` (layers, gpus, k) under equal splits; 0 for the missing slots."""
     layers, num_experts = load.shape
     slots = np.where(plan < 0, num_experts, plan)  # an extra expert of no load stands for "no slot"
-    copies = np.maximum(_count_rows(slots.reshape(layers, -1), num_experts + 1), 1)
+    copies = np.maximum(count_rows(slots.reshape(layers, -1), num_experts + 1), 1)
     per_copy = np.concatenate([load, np.zeros((layers, 1))], axis=1) / copies
     return per_copy[np.arange(layers)[:, None, None], slots]
 
 
-def _gpu_load(plan, load):
-    return _weights(plan, load).sum(axis=2)
+def plan_load(plan, load):
+    """(layers, gpus) float64: the load of every GPU of `plan` (layers, gpus, k) under equal splits."""
+    return slot_weights(plan, load).sum(axis=2)
 
 
 def moves_between(held, new):
-    """The copies that `new` (a Placement) adds to `held` (layers, slots; -1 for a free slot of the same
-    layout).
+    """The copies that `new` (a Placement) adds to `held` (layers, slots; -1 for a free slot of the same layout).
 
-    Each comes from a slot of `held`, on the target's node where possible, else the lowest; -1 if nobody holds
-    it.
+    Each comes from a slot of `held`, on the target's node where possible, else the lowest; -1 if nobody holds it.
     """
     node = new.slot_gpu // (new.num_gpus // new.num_nodes)
     moves = []

@@ -26,13 +26,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .checks import INT64, check_integer, check_number
-from .list_schedule import _best_schedule
-from .recurrence import _recurrence
+from .list_schedule import best_schedule
+from .recurrence import solve_exactly
 from .topology import Topology
 
 __all__ = ["Plan", "Request", "Worker", "plan_batch"]
 
-EXACT_REQUESTS = 12  # try the full recurrence up to this many requests
+EXACT_REQUESTS = 12  # up to this many requests, the full recurrence is tried
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,7 @@ class Request:
         # plain ints, the common case, pass at once.
         for name in ("tokens", "kv_tokens", "kv_worker", "prefix_tokens"):
             value = getattr(self, name)
-            if (type(value) is not int or not -INT64 <= value <= INT64) and not (
-                value is None and name == "kv_worker"
-            ):
+            if (type(value) is not int or not -INT64 <= value <= INT64) and not (value is None and name == "kv_worker"):
                 check_integer(value, f"{name} of a Request")
         if type(self.kv_bytes) is not int or self.kv_bytes < 0:
             check_number(self.kv_bytes, "kv_bytes of a Request")
@@ -81,13 +79,11 @@ class Worker:
 class Plan:
     """The result of `plan_batch`.
 
-    worker         (requests,) int64: worker of each request, -1 where no worker has memory for it in this
-                   step
+    worker         (requests,) int64: worker of each request, -1 where no worker has memory for it in this step
     busy_s         (workers,) float64: predicted finish time of each worker, queued work included
     lower_bound_s  no plan that serves these requests has a shorter step
     exact          True if the full recurrence was solved: then the step is optimal
-    moved          requests whose KV cache leaves its worker; `copied` of them over the links, the others
-                   recomputed
+    moved          requests whose KV cache leaves its worker; `copied` of them over the links, the others recomputed
     """
 
     worker: np.ndarray
@@ -112,20 +108,24 @@ class Plan:
         return self.step_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else 0.0
 
 
-class _Problem:
+def _check_sequence(items, name, kind):
+    if not isinstance(items, Iterable):
+        raise ValueError(f"{name} must be a sequence, got {items!r}")
+    items = list(items)
+    for i, item in enumerate(items):
+        if not isinstance(item, kind):
+            raise ValueError(f"{name}[{i}] must be a {kind.__name__}, got {item!r}")
+    return items
+
+
+class Problem:
     """The batch as arrays, and c(r, w)."""
 
     def __init__(self, requests, workers, topology):
         if not isinstance(topology, Topology):
             raise ValueError(f"topology must be a Topology, got {topology!r}")
-        for name, items in (("requests", requests), ("workers", workers)):
-            if not isinstance(items, Iterable):
-                raise ValueError(f"{name} must be a sequence, got {items!r}")
-        self.requests, self.workers, self.topology = list(requests), list(workers), topology
-        for name, items, kind in (("requests", self.requests, Request), ("workers", self.workers, Worker)):
-            for i, item in enumerate(items):
-                if not isinstance(item, kind):
-                    raise ValueError(f"{name}[{i}] must be a {kind.__name__}, got {item!r}")
+        self.requests = _check_sequence(requests, "requests", Request)
+        self.workers, self.topology = _check_sequence(workers, "workers", Worker), topology
         n, w = len(self.requests), len(self.workers)
         if w == 0:
             raise ValueError("workers must not be empty")
@@ -138,21 +138,13 @@ class _Problem:
         self.load = np.array([x.load_s for x in self.workers], dtype=np.float64)
         self.free = np.array([x.free_tokens for x in self.workers], dtype=np.int64)
         self.token_s = np.array([x.token_s for x in self.workers], dtype=np.float64)
-        self.tokens = np.array([r.tokens for r in self.requests], dtype=np.int64).reshape(n)
-        self.kv_tokens = np.array([r.kv_tokens for r in self.requests], dtype=np.int64).reshape(n)
-        self.kv_bytes = np.array([r.kv_bytes for r in self.requests], dtype=np.float64).reshape(n)
-        self.home = np.array(
-            [-1 if r.kv_worker is None else r.kv_worker for r in self.requests], dtype=np.int64
-        )
-        self.home = self.home.reshape(n)
-        for name, array, low in (
-            ("tokens", self.tokens, 1),
-            ("kv_tokens", self.kv_tokens, 0),
-            ("kv_bytes", self.kv_bytes, 0),
-        ):
+        for name, low, dtype in (("tokens", 1, np.int64), ("kv_tokens", 0, np.int64), ("kv_bytes", 0, np.float64)):
+            array = np.array([getattr(r, name) for r in self.requests], dtype=dtype)
             if (array < low).any():
                 r = int(np.flatnonzero(array < low)[0])
                 raise ValueError(f"requests[{r}].{name} must be at least {low}, got {array[r]}")
+            setattr(self, name, array)
+        self.home = np.array([-1 if r.kv_worker is None else r.kv_worker for r in self.requests], dtype=np.int64)
         wrong = (self.home < -1) | (self.home >= w) | ((self.kv_tokens > 0) & (self.home < 0))
         if wrong.any():
             r = int(np.flatnonzero(wrong)[0])
@@ -180,14 +172,10 @@ class _Problem:
         ).reshape(len(sizes), w)
 
     def fetch(self, r, w):
-        """Seconds to have the KV cache of requests r on workers w (arrays), and where it is copied, not
-        recomputed."""
-        link = [self.topology.intra, self.topology.inter]
-        across = (self.topology.node_of(self.home[r]) != self.topology.node_of(w)).astype(int)
-        latency, rate = (
-            np.array([getattr(x, name) for x in link])[across] for name in ("latency_s", "bytes_per_s")
-        )
-        copy = latency + self.kv_bytes[r] / rate
+        """Seconds to have the KV cache of requests r on workers w (arrays), and where it is copied, not recomputed."""
+        topology, num_bytes = self.topology, self.kv_bytes[r]
+        near = topology.node_of(self.home[r]) == topology.node_of(w)
+        copy = np.where(near, topology.intra.seconds(num_bytes), topology.inter.seconds(num_bytes))
         again = self.kv_tokens[r] * self.token_s[w]
         away = (self.home[r] != w) & (self.kv_tokens[r] > 0)
         return np.where(away, np.minimum(copy, again), 0.0), away & (copy <= again)
@@ -222,37 +210,30 @@ def plan_batch(requests, workers, topology):
     requests  sequence of `Request`; workers: sequence of `Worker`, worker w being GPU w of `topology`
     topology  a `Topology`: what it costs to move a KV cache
 
-    Returns a `Plan`. Memory is never exceeded; requests that fit nowhere are deferred (worker -1). KV caches
-    stay where they are unless moving shortens the step. Ties go to the lower index. Raises ValueError for bad
-    input.
+    Returns a `Plan`. Memory is never exceeded; requests that fit nowhere are deferred (worker -1). KV caches stay where
+    they are unless moving shortens the step. Ties go to the lower index. Raises ValueError for bad input.
     """
-    problem = _Problem(requests, workers, topology)
+    problem = Problem(requests, workers, topology)
     if not problem.requests:
         return Plan(np.zeros(0, dtype=np.int64), problem.load, float(problem.load.max()), True)
-    bound = _lower_bound(problem)
-    worker, exact = _best_schedule(problem, bound), False
+    bound = lower_bound(problem)
+    worker, exact = best_schedule(problem, bound), False
     if len(problem.requests) <= EXACT_REQUESTS:
-        solved = _recurrence(problem, worker)
+        solved = solve_exactly(problem, worker)
         if solved is not None:
             worker, exact = solved, True
     busy, _ = problem.evaluate(worker)
     served = worker >= 0
     if not served.all():  # the bound holds for the requests that this step serves
         kept = [r for r, ok in zip(problem.requests, served) if ok]
-        bound = _lower_bound(_Problem(kept, workers, topology)) if kept else float(problem.load.max())
+        bound = lower_bound(Problem(kept, workers, topology)) if kept else float(problem.load.max())
     moved = np.flatnonzero(served & (problem.kv_tokens > 0) & (worker != problem.home))
     copied = moved[problem.fetch(moved, worker[moved])[1]]
-    return Plan(
-        worker,
-        busy,
-        float(busy.max()) if exact else bound,
-        exact,
-        tuple(moved.tolist()),
-        tuple(copied.tolist()),
-    )
+    lowest = float(busy.max()) if exact else bound
+    return Plan(worker, busy, lowest, exact, tuple(moved.tolist()), tuple(copied.tolist()))
 
 
-def _lower_bound(problem):
+def lower_bound(problem):
     """A step time that no assignment beats, memory aside: bisection on a necessary condition.
 
     If the step ends by T, worker w can take at most T - load_w of work, and the work is at least the sum of
@@ -263,12 +244,10 @@ def _lower_bound(problem):
     fast, workers = p.token_s.min(), len(p.workers)
     own = p.tokens * fast
     link = p.topology.intra if p.topology.gpus_per_node > 1 else p.topology.inter
-    leave = np.minimum(link.latency_s + p.kv_bytes / link.bytes_per_s, p.kv_tokens * fast)
+    leave = np.minimum(link.seconds(p.kv_bytes), p.kv_tokens * fast)
     leave = np.where(p.kv_tokens > 0, leave, 0.0)
-    # A single request needs the prefix, if nobody has it, and its own tokens, on the least busy worker.
-    alone = own + np.where(
-        p.prefix >= 0, np.append(p.prefix_tokens * ~p.cached.any(axis=1), 0)[p.prefix] * fast, 0.0
-    )
+    # Alone on the least busy worker, a request takes its own tokens, and its prefix where nobody has it.
+    alone = own + np.where(p.prefix >= 0, np.append(p.prefix_tokens * ~p.cached.any(axis=1), 0)[p.prefix] * fast, 0.0)
     alone = p.load.min() + alone + leave
     alone = np.where(p.kv_tokens > 0, np.minimum(alone, p.load[p.home] + own), alone)
     low = max(float(p.load.max()), float(alone.max()))
@@ -281,9 +260,7 @@ def _lower_bound(problem):
     last = np.searchsorted(p.home[order], np.arange(workers), side="right")
     group = np.bincount(p.prefix[p.prefix >= 0], own[p.prefix >= 0], len(p.prefix_tokens))
     once = p.prefix_tokens * fast
-    others_load = np.sort(
-        np.where(p.cached, np.inf, p.load), axis=1
-    )  # per prefix, workers without it, roomiest first
+    others_load = np.sort(np.where(p.cached, np.inf, p.load), axis=1)  # per prefix, workers without it, roomiest first
     nobody = ~p.cached.any(axis=1)
     total = own.sum()
 

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import numpy as np
 
-EXACT_STATES = 20_000  # give up when more states than this are alive
+EXACT_STATES = 20_000  # the search gives up when more states than this are alive
 
 
-def _recurrence(problem, known):
+def solve_exactly(problem, known):
     """Solve F_i exactly; returns the best assignment, or None where more than EXACT_STATES states stay alive.
 
     `known` is any assignment, from which states are cut. Fewer deferred requests come first, then a shorter
@@ -54,8 +54,7 @@ def _recurrence(problem, known):
                 m[:, w] -= need[r, w] + extra
                 h[:, w] = True
                 ok = (m[:, w] >= 0) & (t[:, w] <= limit)
-                # What is left needs at least `cheapest` in all: not even perfect spreading would save other
-                # states.
+                # The rest takes at least `cheapest`: a state goes if even perfect spreading misses the limit.
                 if deferrals == 0:
                     ok &= (t.sum(axis=1) + cheapest[step + 1]) / workers <= limit
                 at = np.flatnonzero(ok)

@@ -8,20 +8,18 @@ When a peer dies, gloo raises in all ranks that talk to it; when it hangs, they 
 
 1. *Leave.* Close the group. That closes the connections of ranks that still wait, and they raise too.
 2. *Meet.* Sign up in the store under the next epoch, wait for the others or for `settle_s`, propose the list
-   of those who came. The store keeps the first proposal (compare-and-set), so all read the same list. Who is
-   not on it, a rank that woke up too late, leaves for good.
+   of those who came. The store keeps the first proposal (compare-and-set), so all read the same list. A rank
+   that is not on it, because it woke up too late, leaves for good.
 3. *Repair.* Form the new group, tell each other which experts are really in memory (a migration may have been
    cut off half-way), complete the placement, and fetch what is missing from a survivor or from storage.
-4. *Resume.* Finished requests have been delivered already; those of the lost rank start again on the
-   survivors.
+4. *Resume.* Finished requests have been delivered already; those of the lost rank start again on the survivors.
 
 Decisions are made on rank 0 of the group and broadcast: after a broken step, counters may differ between
 ranks. All else is deterministic, and a token's result does not depend on where it is computed, so the outputs
 are those of an undisturbed run.
 
-The model is the smallest thing with real routing: embedding, MoE layers with a residual and a norm, and a
-head whose arg-max is the next token. The hidden state carries over from token to token; there is no
-attention.
+The model is the smallest thing with real routing: embedding, MoE layers with a residual and a norm, and a head whose
+arg-max is the next token. The hidden state carries over from token to token; there is no attention.
 """
 
 from __future__ import annotations
@@ -33,20 +31,20 @@ import signal
 import time
 import traceback
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from .dispatch import ExchangeError, _gather, migrate, moe_forward
+from .checks import check_integer
+from .dispatch import ExchangeError, gather_rows, migrate, moe_forward
 from .experts import Experts, by_rows, moe_reference, row_matmul
-from .launch import connect
+from .launch import connect, join_group
 from .load import LoadTracker
-from .place import place
 from .placement import Placement, moves_between
+from .placing import place
 from .planner import Request, Worker, plan_batch
-from .rebalance import rebalance, rebuild
+from .rebalancing import rebalance, rebuild
 from .topology import Topology
 
 __all__ = ["Job", "Model", "ModelConfig", "Options", "Runtime", "reference_outputs", "serve"]
@@ -67,8 +65,8 @@ class ModelConfig:
 
     def __post_init__(self):
         for name, value in asdict(self).items():
-            if name not in ("skew", "seed") and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+            if name not in ("skew", "seed"):
+                check_integer(value, name, 1)
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k must not exceed num_experts ({self.num_experts}), got {self.top_k}")
 
@@ -116,8 +114,12 @@ class Model:
         self.bias = draw(config.num_layers, config.num_experts) * config.skew
         self.head = draw(config.dim, config.vocab) * config.dim**-0.5
 
-    def enter(self, state, tokens):
-        return _norm(0.5 * state + self.embedding[tokens])
+    def enter(self, batch):
+        """The hidden states (tokens, dim) with which a batch (a list of `_Progress`) enters the first layer."""
+        if not batch:
+            return torch.zeros(0, self.config.dim, device=self.device)
+        tokens = torch.tensor([p.next_token for p in batch], device=self.device)
+        return _norm(0.5 * torch.stack([p.state for p in batch]) + self.embedding[tokens])
 
     def route(self, state, layer):
         """(topk_ids, topk_weights), both (tokens, top_k)."""
@@ -125,8 +127,10 @@ class Model:
         top = scores.topk(self.config.top_k, dim=-1)
         return top.indices, top.values.softmax(dim=-1)
 
-    def leave(self, state):
-        return row_matmul(state, self.head).argmax(dim=-1)
+    def leave(self, batch, state):
+        """Commit each request's state after the last layer, and its next token."""
+        for progress, row, token in zip(batch, state, row_matmul(state, self.head).argmax(dim=-1)):
+            progress.commit(row, token)
 
 
 def _norm(x):
@@ -148,9 +152,11 @@ class _Progress:
 
     @property
     def left(self):
+        """Tokens that are still to be fed."""
         return len(self.job.prompt) + self.job.steps - 1 - self.fed
 
     def commit(self, state, token):
+        """Take over the state after the last layer; once the prompt is fed, the token belongs to the output."""
         self.state = state
         self.fed += 1
         if self.fed >= len(self.job.prompt):
@@ -165,23 +171,12 @@ def reference_outputs(config, jobs, device="cpu"):
         batch = [p for p in progress if p.left]
         if not batch:
             return [p.output for p in progress]
-        state = model.enter(
-            torch.stack([p.state for p in batch]), torch.tensor([p.next_token for p in batch], device=device)
-        )
+        state = model.enter(batch)
         for layer in range(config.num_layers):
             ids, weights = model.route(state, layer)
-            moe = moe_reference(
-                state,
-                ids,
-                weights,
-                layer,
-                num_experts=config.num_experts,
-                hidden=config.hidden,
-                seed=config.seed,
-            )
-            state = _norm(state + moe)
-        for p, s, t in zip(batch, state, model.leave(state)):
-            p.commit(s, t)
+            widths = {"num_experts": config.num_experts, "hidden": config.hidden, "seed": config.seed}
+            state = _norm(state + moe_reference(state, ids, weights, layer, **widths))
+        model.leave(batch, state)
 
 
 def abandon_group(cuda):
@@ -189,7 +184,7 @@ def abandon_group(cuda):
     try:
         if cuda:
             dist.distributed_c10d._abort_process_group()
-    except (RuntimeError, AttributeError):  # a private function of torch: where it is another, the ordinary way is left
+    except (RuntimeError, AttributeError):  # this function of torch is private and may change; the ordinary way is left
         pass
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -200,13 +195,12 @@ class _Evicted(Exception):
 
 
 class Runtime:
-    """One rank of the loop. `me` is its name for life (its first rank); `members` are the names still in the
-    group."""
+    """One rank of the loop. `me` is its name for life (its first rank); `members` are the names still in the group."""
 
     def __init__(self, me, num_ranks, store, config, jobs, options):
         self.me, self.store, self.config, self.jobs, self.options = me, store, config, jobs, options
         self.members, self.epoch = list(range(num_ranks)), 0
-        # Every rank of a machine has its own GPU; where one is lost, its number is lost with it.
+        # Every rank of a machine has its own GPU. A lost rank takes the number of its GPU with it.
         self.device = options.device if options.device == "cpu" else f"{options.device}:{me}"
         self.model = Model(config, self.device)
         self.tracker = LoadTracker(config.num_layers, config.num_experts, half_life=20_000)
@@ -227,20 +221,14 @@ class Runtime:
                     if not self._one_step():
                         break
                 except ExchangeError:
-                    raise  # ranks disagree: a mistake, which no new group would mend
+                    raise  # ranks disagree: that is a mistake, and no new group would mend it
                 except RuntimeError as error:
                     self._recover(error)
         except _Evicted:
             return {"rank": self.me, "evicted": True, "events": self.events}
-        return {
-            "rank": self.me,
-            "evicted": False,
-            "members": self.members,
-            "steps": self.step,
-            "events": self.events,
-            "history": self.history,
-            "balancedness": self.placement.balancedness.tolist(),
-        }
+        balance = self.placement.balancedness.tolist()
+        report = {"rank": self.me, "evicted": False, "members": self.members, "steps": self.step}
+        return {**report, "events": self.events, "history": self.history, "balancedness": balance}
 
     def _event(self, kind, **what):
         self.events.append({"kind": kind, "step": self.step, "time": time.time(), **what})
@@ -248,14 +236,11 @@ class Runtime:
     def _join(self):
         if self.device != "cpu":
             torch.cuda.set_device(self.device)
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # whom to blame is decided here, not by a watchdog
-        dist.init_process_group(
-            "gloo" if self.device == "cpu" else "cpu:gloo,cuda:nccl",
-            store=dist.PrefixStore(f"group/{self.epoch}", self.store),
-            rank=self.members.index(self.me),
-            world_size=len(self.members),
-            timeout=timedelta(seconds=self.options.timeout_s),
-        )
+            # This loop decides who is lost; the watchdog of NCCL would end the process.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        rank, ranks, timeout_s = self.members.index(self.me), len(self.members), self.options.timeout_s
+        name = f"group/{self.epoch}"
+        join_group(self.store, name, rank, ranks, timeout_s=timeout_s, cuda=self.device != "cpu")
 
     def _first_plan(self):
         """Nothing is known about the load yet: place for an even one."""
@@ -265,11 +250,7 @@ class Runtime:
         self.placement = place(load, num_gpus=ranks, num_slots=slots * ranks)
         held = self.placement.slot_expert.reshape(self.config.num_layers, ranks, slots)[:, self.me]
         self.experts = Experts(
-            held,
-            dim=self.config.dim,
-            hidden=self.config.hidden,
-            seed=self.config.seed,
-            device=self.device,
+            held, dim=self.config.dim, hidden=self.config.hidden, seed=self.config.seed, device=self.device
         )
         self._assign(range(len(self.jobs)))
 
@@ -278,15 +259,10 @@ class Runtime:
     def _one_step(self):
         """Advance every request of this rank by a token; False when no rank has work left."""
         active = [j for j in sorted(self.progress) if self.progress[j].left]
-        if not _gather(np.array([len(active)]), None, len(self.members)).any():
+        if not gather_rows(np.array([len(active)]), None, len(self.members)).any():
             return False
         batch = [self.progress[j] for j in active[: self.options.max_batch]]
-        state = torch.zeros(0, self.config.dim, device=self.device)
-        if batch:
-            state = self.model.enter(
-                torch.stack([p.state for p in batch]),
-                torch.tensor([p.next_token for p in batch], device=self.device),
-            )
+        state = self.model.enter(batch)
         counts, tokens = [], np.zeros(len(self.members), dtype=np.int64)
         for layer in range(self.config.num_layers):
             self._maybe_fail(layer)
@@ -296,15 +272,12 @@ class Runtime:
             state = _norm(state + moe)
             counts.append(stats["plan"].counts)
             tokens += stats["plan"].rank_tokens
-        for p, s, t in zip(batch, state, self.model.leave(state)):
-            p.commit(s, t)
+        self.model.leave(batch, state)
         for j in active:
             if not self.progress[j].left:
                 self.store.set(f"result/{j}", json.dumps(self.progress.pop(j).output))
         self.tracker.update(np.stack(counts))
-        self.history.append(
-            {"step": self.step, "members": list(self.members), "rank_tokens": tokens.tolist()}
-        )
+        self.history.append({"step": self.step, "members": list(self.members), "rank_tokens": tokens.tolist()})
         self.step += 1
         if self.options.rebalance_every and self.step % self.options.rebalance_every == 0:
             self._rebalance()
@@ -314,7 +287,7 @@ class Runtime:
         step, where, how = self.faults.get(self.me, (None, None, None))
         if (step, where) == (self.step, layer):
             self.store.set(f"fault/{self.me}", repr(time.time()))
-            if how == "nap":  # as good as frozen to the others, but it wakes up
+            if how == "nap":  # to the others it looks frozen, but it wakes up
                 time.sleep(2 * self.options.timeout_s + self.options.settle_s)
                 return
             os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
@@ -352,7 +325,7 @@ class Runtime:
         while True:
             failure = (self.step, tuple(self.members))
             if failure == self.failure:
-                raise error  # nobody was lost last time, and it failed again: not a matter of peers
+                raise error  # nobody was lost last time, and it failed again: the cause is not a lost peer
             self.failure = failure
             self._event("noticed", error=f"{type(error).__name__}: {error}"[:200])
             # The traceback's frames hold the group, and with it the connections that others wait on.
@@ -391,11 +364,9 @@ class Runtime:
     def _repair(self):
         ranks, layers, experts = len(self.members), self.config.num_layers, self.config.num_experts
         needed = max(self.experts.held.shape[1], -(-experts // ranks))
-        slots = int(_gather(np.array([needed]), None, ranks).max())
+        slots = int(gather_rows(np.array([needed]), None, ranks).max())
         self.experts.resize(slots)
-        held = (
-            _gather(self.experts.held.ravel(), None, ranks).reshape(ranks, layers, slots).transpose(1, 0, 2)
-        )
+        held = gather_rows(self.experts.held.ravel(), None, ranks).reshape(ranks, layers, slots).transpose(1, 0, 2)
         plan = None
         if self.members[0] == self.me:
             load = self.tracker.load if self.tracker.counts.any() else np.ones((layers, experts))
@@ -414,12 +385,10 @@ class Runtime:
         """Give `jobs` to members by the planner, given what each still has to do; the same on every rank."""
         jobs = list(jobs)
         todo = [sum(p.left for p in self.progress.values())]
-        todo = _gather(np.array(todo), None, len(self.members)).ravel().tolist()
+        todo = gather_rows(np.array(todo), None, len(self.members)).ravel().tolist()
         cost = {j: len(self.jobs[j].prompt) + self.jobs[j].steps - 1 for j in jobs}
         workers = [Worker(free_tokens=10**9, load_s=float(t), token_s=1.0) for t in todo]
-        plan = plan_batch(
-            [Request(tokens=cost[j]) for j in jobs], workers, Topology(1, max(1, len(self.members)))
-        )
+        plan = plan_batch([Request(tokens=cost[j]) for j in jobs], workers, Topology(1, max(1, len(self.members))))
         for j, worker in zip(jobs, plan.worker.tolist()):
             self.owner[j] = self.members[worker]
             if self.members[worker] == self.me:
@@ -432,8 +401,6 @@ def serve(rank, num_ranks, port, config, jobs, options):
     report = Runtime(rank, num_ranks, store, config, jobs, options).run()
     if not report["evicted"] and report["members"][0] == rank:
         report["outputs"] = [json.loads(store.get(f"result/{j}")) for j in range(len(jobs))]
-        faults = {
-            r: float(store.get(f"fault/{r}")) for r, *_ in options.faults if store.check([f"fault/{r}"])
-        }
+        faults = {r: float(store.get(f"fault/{r}")) for r, *_ in options.faults if store.check([f"fault/{r}"])}
         report["faults"] = faults
     return report

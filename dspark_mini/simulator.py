@@ -1,11 +1,9 @@
 """The same decisions on clusters we do not own.
 
-Placement, split and request planning are the real code. Only time is modelled, by data-sheet rates and three
-rules:
+Placement, split and request planning are the real code. Only time is modelled, by data-sheet rates and three rules:
 
 * a phase takes the longer of its arithmetic and its memory traffic (a roofline), on every GPU by itself;
-* a layer is attention, dispatch, experts, combine, one after the other; each ends when its slowest GPU has
-  ended;
+* a layer is attention, dispatch, experts, combine, one after the other; each ends when its slowest GPU has ended;
 * an all-to-all takes as long as its busiest port (`topology.py`).
 
 What is left out: overlap of communication with arithmetic, contention inside the network, launch overheads,
@@ -21,24 +19,15 @@ import numpy as np
 
 from . import baselines
 from .checks import check_number
-from .place import place
+from .placing import place
 from .planner import Request, Worker, plan_batch
 from .split import gpu_tokens, split_batch, split_bound
 from .topology import Topology
 
 __all__ = [
-    "GPU",
-    "H200",
-    "MODELS",
-    "Load",
-    "MoEShape",
-    "Result",
-    "chunk_load",
-    "decode_load",
-    "four_way",
-    "prefill_load",
+    "GPU", "H200", "MODELS", "Load", "MoEShape", "Result", "chunk_load", "decode_load", "four_way", "prefill_load",
     "simulate",
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,8 +48,7 @@ H200 = GPU("H200", 989e12, 4.8e12)
 class MoEShape:
     """What the time of one MoE decoder layer depends on.
 
-    dim, hidden        model width, width of one routed expert; `shared` experts of that width serve every
-                       token
+    dim, hidden        model width, width of one routed expert; `shared` experts of that width serve every token
     kv_width           cached numbers per token and layer (MLA: the latent, 576)
     attention_params   weights of the attention projections
     prefill_flops, decode_flops
@@ -87,36 +75,16 @@ class MoEShape:
 
 
 MODELS = {
-    # Widths from the public configurations. FLOPs per pair: 2 * heads * (192 + 128), and on the latent (576 +
-    # 512).
+    # Widths from the public configurations. FLOPs per pair: 2 * heads * (192 + 128), and on the latent (576 + 512).
     "v2-lite": MoEShape(
-        "DeepSeek-V2-Lite",
-        26,
-        2048,
-        1408,
-        64,
-        6,
-        2,
-        576,
-        2048 * (16 * 192 + 576 + 16 * 128) + 512 * 16 * 256,
-        2 * 16 * 320,
-        2 * 16 * 1088,
+        "DeepSeek-V2-Lite", 26, 2048, 1408, 64, 6, 2, 576, 2048 * (16 * 192 + 576 + 16 * 128) + 512 * 16 * 256,
+        2 * 16 * 320, 2 * 16 * 1088,
     ),
     "r1": MoEShape(
-        "DeepSeek-R1",
-        58,
-        7168,
-        2048,
-        256,
-        8,
-        1,
-        576,
-        7168 * (1536 + 576 + 128 * 128) + 1536 * 128 * 192 + 512 * 128 * 256,
-        2 * 128 * 320,
-        2 * 128 * 1088,
-        1.0,
+        "DeepSeek-R1", 58, 7168, 2048, 256, 8, 1, 576,
+        7168 * (1536 + 576 + 128 * 128) + 1536 * 128 * 192 + 512 * 128 * 256, 2 * 128 * 320, 2 * 128 * 1088, 1.0,
     ),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,19 +106,15 @@ def decode_load(requests, seed=0, median=4096, spread=0.6):
 
 
 def prefill_load(tokens, seed=0, requests=32, spread=0.6):
-    """`requests` prompts of log-normal lengths, `tokens` tokens together; a prompt of n attends to n / 2 on
-    average."""
+    """`requests` prompts of log-normal lengths, `tokens` tokens together; a prompt of n attends to n / 2 on average."""
     draw = np.random.default_rng(seed).lognormal(0, spread, requests)
-    edges = np.round(np.concatenate([[0], np.cumsum(draw)]) / draw.sum() * (tokens - requests)).astype(
-        np.int64
-    )
+    edges = np.round(np.concatenate([[0], np.cumsum(draw)]) / draw.sum() * (tokens - requests)).astype(np.int64)
     length = np.diff(edges) + 1
     return Load(length, (length + 1) // 2)
 
 
 def chunk_load(tokens, prompt, requests=32):
-    """Chunked prefill: `requests` prompts of `prompt` tokens, each at another stage, `tokens` tokens
-    together."""
+    """Chunked prefill: `requests` prompts of `prompt` tokens, each at another stage, `tokens` tokens together."""
     new = np.full(requests, tokens // requests, np.int64)
     new[: tokens % requests] += 1
     return Load(new, ((np.arange(requests) + 0.5) / requests * prompt).astype(np.int64) + 1)
@@ -215,14 +179,12 @@ def simulate(
     """Run batches through the model on a simulated cluster; returns a `Result`.
 
     counts            sequence of (layers, experts) int64, one per batch, such as `Trace.batches` yields
-    placement         a `Placement` for topology.num_gpus GPUs; split: `split_batch` or a baseline of its
-                      signature
+    placement         a `Placement` for topology.num_gpus GPUs; split: `split_batch` or a baseline of its signature
     model             a `MoEShape`; as many layers are run as the counts have
     load              a `Load`: the requests behind every batch
     attention_speedup how much faster the attention core (not the projections) is than one third of its
                       roofline, which stands for attention written as separate operations; 3 is the roofline
-    spread_requests   True: requests are assigned by `plan_batch`, weighed by their attention; False: round
-                      robin
+    spread_requests   True: requests are assigned by `plan_batch`, weighed by their attention; False: round robin
     """
     check_number(attention_speedup, "attention_speedup", positive=True)
     counts = [np.asarray(c, dtype=np.int64) for c in counts]
@@ -253,9 +215,7 @@ def simulate(
             served[b, layer] = gpu_tokens(slot_tokens, placement)
             active = gpu_tokens(slot_tokens > 0, placement)
             experts_s[b, layer] = _experts_s(served[b, layer], active, own, model, gpu)
-            exchange_s += 2 * _exchange_s(
-                own * model.top_k * row_bytes, served[b, layer] * row_bytes, topology
-            )
+            exchange_s += 2 * even_exchange_s(own * model.top_k * row_bytes, served[b, layer] * row_bytes, topology)
             bound += split_bound(batch[layer], placement, layer)[0]
     slowest = experts_s.max(axis=2).sum()
     runs = len(counts) * layers
@@ -284,11 +244,9 @@ def _attention_s(load, owner, model, gpu, gpus, speedup):
     decode = load.new_tokens == 1
     pairs = load.new_tokens * load.context.astype(np.float64)
     flops = np.bincount(owner, pairs * np.where(decode, model.decode_flops, model.prefill_flops), gpus)
-    # A decode step reads its whole cache for one query; a prompt's keys are on the chip already.
+    # A decode step reads its whole cache for one query, while the keys of a prompt are on the chip already.
     read = np.bincount(owner, np.where(decode, load.context, load.new_tokens), gpus) * model.kv_width
-    project = _roofline(
-        2.0 * tokens * model.attention_params, model.attention_params * model.bytes_per_weight, gpu
-    )
+    project = _roofline(2.0 * tokens * model.attention_params, model.attention_params * model.bytes_per_weight, gpu)
     core = _roofline(flops, read * model.bytes_per_weight, gpu)
     return np.where(tokens > 0, project, 0.0) + 3.0 * core / speedup
 
@@ -301,17 +259,18 @@ def _experts_s(rows, active, own_tokens, model, gpu):
     return _roofline(flops, weights, gpu)
 
 
-def _exchange_s(sent, received, topology):
+def even_exchange_s(sent, received, topology):
     """Seconds of one all-to-all: `sent` and `received` (gpus,) bytes, spread evenly over the other side.
 
-    The closed form of `Topology.all_to_all_s` for this traffic; a table of 4,096 x 4,096 would say the same.
+    Every GPU has one port per kind of link, each way; all ports work at once, and the busiest decides. Contention
+    inside the network is not modelled, so a real all-to-all takes at least this.
     """
     gpus, per_node = topology.num_gpus, topology.gpus_per_node
     seconds = 0.0
     for link, part in ((topology.intra, (per_node - 1) / gpus), (topology.inter, (gpus - per_node) / gpus)):
         busiest = max(sent.max(), received.max()) * part
         if busiest > 0:
-            seconds = max(seconds, link.latency_s + busiest / link.bytes_per_s)
+            seconds = max(seconds, link.seconds(busiest))
     return seconds
 
 

@@ -1,9 +1,8 @@
 """Which copy serves how many tokens of this batch.
 
-A placement is made for the load of the last minutes; the next batch differs, and a small batch differs a lot.
-When an expert has copies on several GPUs, its tokens may be divided between them in any proportion, so part
-of the difference can be evened out at once, without moving a single weight. The best division is a small
-linear program:
+A placement is made for the load of the last minutes; the next batch differs, and a small batch differs a lot. When an
+expert has copies on several GPUs, its tokens may be divided between them in any proportion, so part of the difference
+can be evened out at once, without moving a single weight. The best division is a small linear program:
 
     minimise the tokens of the busiest GPU, where every expert's tokens go to GPUs that hold a copy of it.
 
@@ -17,8 +16,7 @@ GPU 1 to GPU 2, and one of expert b on from GPU 2 to GPU 3. A breadth-first sear
 such a chain, or proves that none exists: the GPUs it reached then form a set S whose tokens cannot leave, and
 no division can be better than ceil(tokens bound to S / |S|). That certificate is what `split_bound` returns.
 
-Everything is integer arithmetic on Python ints in a fixed order, so ranks that see the same counts agree to
-the token.
+Everything is integer arithmetic on Python ints in a fixed order, so ranks that see the same counts agree to the token.
 """
 
 from __future__ import annotations
@@ -30,12 +28,10 @@ import numpy as np
 from .checks import check_counts, check_integer
 from .placement import check_placement
 
-__all__ = ["assign_sources", "gpu_tokens", "split_batch", "split_bound"]
+__all__ = ["assign_sources", "balance", "gpu_tokens", "split_batch", "split_bound"]
 
 SWEEPS = 8
-EXACT_GPUS = (
-    128  # with more, only water is filled: a search visits every copy, and gaps of a token matter less
-)
+EXACT_GPUS = 128  # with more GPUs a search for chains takes too long, and a token more matters less
 
 
 def split_batch(counts, placement, layer):
@@ -49,8 +45,7 @@ def split_batch(counts, placement, layer):
     divisions; with more it is what water-filling reaches. It is never above the equal split's. Raises
     ValueError for counts that are negative, not whole, or of the wrong length, and for a layer out of range.
     """
-    counts, layer = _check(counts, placement, layer)
-    _, tokens, homes = _balance(counts, placement, layer)
+    _, tokens, homes = balance(counts, placement, layer)
     result = np.zeros(placement.num_slots, dtype=np.int64)
     slots = placement.slots_of(layer)
     gpu_of = placement.slot_gpu.tolist()
@@ -70,13 +65,13 @@ def split_bound(counts, placement, layer):
     tokens per GPU. It is checked here by counting those tokens anew, not taken from the solver's state. With
     up to EXACT_GPUS GPUs `split_batch` reaches the bound.
     """
-    counts, layer = _check(counts, placement, layer)
-    total, tokens, homes = _balance(counts, placement, layer)
-    # Of several busiest GPUs perhaps only one is stuck, so each is asked by itself.
+    total, tokens, homes = balance(counts, placement, layer)
+    counts = check_counts(counts, placement.num_experts).tolist()
+    # Perhaps only one of several busiest GPUs is stuck, so the search starts from each by itself.
     busiest = [gpu for gpu, n in enumerate(total) if n == max(total)]
     best = (-1, ())
     for stuck in (*(_reach(total, tokens, homes, [gpu])[0] for gpu in busiest), set(range(len(total)))):
-        inside = sum(int(n) for n, gpus in zip(counts, homes) if set(gpus) <= stuck)
+        inside = sum(n for n, gpus in zip(counts, homes) if set(gpus) <= stuck)
         best = max(best, (-(-inside // len(stuck)), tuple(sorted(stuck))), key=lambda b: b[0])
     return best
 
@@ -111,7 +106,7 @@ def assign_sources(rank_counts, slot_tokens, placement, layer):
             f"{served[expert]} places"
         )
     for expert, slots in enumerate(placement.slots_of(layer)):
-        if len(slots) == 1:  # no choice
+        if len(slots) == 1:  # there is no choice
             result[:, slots[0]] = need[:, expert]
             continue
         wanted = need[:, expert].tolist()
@@ -135,28 +130,15 @@ def assign_sources(rank_counts, slot_tokens, placement, layer):
     return result
 
 
-def _check(counts, placement, layer):
-    check_placement(placement)
-    layer = check_integer(layer, "layer", 0, placement.num_layers - 1)
-    return check_counts(counts, placement.num_experts), layer
+def balance(counts, placement, layer, watch=None):
+    """The division that `split_batch` returns: (tokens per GPU, tokens[expert][i] on homes[expert][i], homes).
 
-
-def _homes(placement, layer):
-    """For every expert the ascending list of GPUs that hold it, once each (computed once per layer)."""
-    key = ("homes", layer)
-    if key not in placement._cache:
-        gpu_of = placement.slot_gpu.tolist()
-        placement._cache[key] = [sorted({gpu_of[s] for s in slots}) for slots in placement.slots_of(layer)]
-    return placement._cache[key]
-
-
-def _balance(counts, placement, layer, watch=None):
-    """Optimal division: (tokens per GPU, tokens[expert][i] on homes[expert][i], homes).
-
-    `watch(what, expert, tokens, total)` is called after every change, for those who want to see it happen.
+    homes[expert] are the GPUs that hold it. `watch(what, expert, tokens, total)` is called after every change, for
+    those who want to see it happen.
     """
-    homes = _homes(placement, layer)
-    counts = counts.tolist()
+    check_placement(placement)
+    homes = placement.gpus_of(check_integer(layer, "layer", 0, placement.num_layers - 1))
+    counts = check_counts(counts, placement.num_experts).tolist()
     total = [0] * placement.num_gpus
     tokens = [None] * len(counts)
     movable = []
@@ -173,9 +155,7 @@ def _balance(counts, placement, layer, watch=None):
         if n:
             movable.append(expert)
     fixed = max((counts[e] for e, gpus in enumerate(homes) if len(gpus) == 1), default=0)
-    floor = max(
-        -(-sum(counts) // len(total)), fixed
-    )  # no division goes below the mean, or below a lone expert
+    floor = max(-(-sum(counts) // len(total)), fixed)  # no division goes below the mean, or below a lone expert
     movable.sort(key=lambda expert: (-counts[expert], expert))
     if watch:
         watch("equal split", None, tokens, total)
@@ -199,7 +179,7 @@ def _balance(counts, placement, layer, watch=None):
 
 def _pour(n, gpus, part, total):
     """Water-fill n tokens of one expert over its `gpus`, in place; returns whether anything changed."""
-    if len(gpus) == 2:  # by far the most common case
+    if len(gpus) == 2:  # this is by far the most common case
         a, b = gpus
         low, high = total[a] - part[0], total[b] - part[1]
         first = min(max((n + high - low + 1) // 2, 0), n)
@@ -258,8 +238,7 @@ def _reach(total, tokens, homes, start):
 
 
 def _relieve(total, tokens, homes):
-    """Hand tokens along one chain from a busiest GPU to one at least two below it; False if there is no
-    chain."""
+    """Hand tokens along one chain from a busiest GPU to one at least two below it; False if there is no chain."""
     top = max(total)
     _, gpu, came = _reach(total, tokens, homes, [gpu for gpu, n in enumerate(total) if n == top])
     if gpu is None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from .checks import check_integer, check_number
 
 __all__ = ["Link", "Topology"]
@@ -25,6 +23,10 @@ class Link:
     def __post_init__(self):
         check_number(self.latency_s, "latency_s of a link")
         check_number(self.bytes_per_s, "bytes_per_s of a link", positive=True)
+
+    def seconds(self, num_bytes):
+        """How long a message of `num_bytes` takes (a number or an array)."""
+        return self.latency_s + num_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -55,30 +57,6 @@ class Topology:
         """Node of GPU `gpu` (an int or an array of ints)."""
         return gpu // self.gpus_per_node
 
-    def transfer_s(self, source, target, num_bytes):
-        """Seconds to send `num_bytes` from GPU `source` to GPU `target`; 0 where both are the same."""
-        if source == target:
-            return 0.0
-        link = self.intra if self.node_of(source) == self.node_of(target) else self.inter
-        return link.latency_s + num_bytes / link.bytes_per_s
-
-    def all_to_all_s(self, traffic):
-        """Seconds for an all-to-all that moves `traffic` (gpus, gpus) bytes from row to column.
-
-        Every GPU has one port per kind of link, each way, and all ports work at once; the busiest port
-        decides. Returns a float. This is a lower bound of a real all-to-all: contention inside the network is
-        not modelled.
-        """
-        traffic = np.asarray(traffic, dtype=np.float64)
-        if traffic.shape != (self.num_gpus, self.num_gpus):
-            raise ValueError(f"traffic must have shape {(self.num_gpus, self.num_gpus)}, got {traffic.shape}")
-        node = self.node_of(np.arange(self.num_gpus))
-        same_node = node[:, None] == node[None, :]
-        off_gpu = ~np.eye(self.num_gpus, dtype=bool)
-        seconds = 0.0
-        for link, mask in ((self.intra, same_node & off_gpu), (self.inter, ~same_node)):
-            moved = np.where(mask, traffic, 0.0)
-            busiest = max(moved.sum(axis=0).max(), moved.sum(axis=1).max())
-            if busiest > 0:
-                seconds = max(seconds, link.latency_s + busiest / link.bytes_per_s)
-        return seconds
+    def link(self, source, target):
+        """The kind of link between two GPUs."""
+        return self.intra if self.node_of(source) == self.node_of(target) else self.inter

@@ -1,22 +1,18 @@
 """Routing traces: which experts every token chose, in order. Real ones are read, and stand-ins are generated.
 
-Readers, all by content: `read_trace` for token-level traces, `read_counts` for anything that holds expert
-counts.
+Readers, all by content: `read_trace` for token-level traces, `read_counts` for anything that holds expert counts.
 
 * our own `.npz`: `topk_ids` (layers, tokens, top_k), `seq_offsets` (sequences + 1,), optional `num_experts`,
   `generated`
-* a folder of ESFT text files, `expert_weights_<layer>.txt` (github.com/deepseek-ai/ESFT,
-  results/expert_scores/<task>): one line per sequence; tab-separated expert ids, top_k per token, an empty
-  field, then as many gate weights
+* a folder of ESFT text files, `expert_weights_<layer>.txt` (github.com/deepseek-ai/ESFT, results/expert_scores/<task>):
+  one line per sequence; tab-separated expert ids, top_k per token, an empty field, then as many gate weights
 * SGLang's expert-distribution dump, a `.pt` file with `logical_count` (layers, experts) or (steps, layers,
   experts); a folder of them is summed
-* `.json`: a (layers, experts) or (experts,) list, or an object with such a list under "counts" or "load";
-  `.npy`
+* `.json`: a (layers, experts) or (experts,) list, or an object with such a list under "counts" or "load"; `.npy`
 
-Generated traces say so (`Trace.generated`). Their parameters were fitted to the statistics of
-DeepSeek-V2-Lite's routing in ESFT: how far the hottest expert is above the mean, per layer and per 64 or 256
-tokens, how much of it persists from one half of a task to the other, and how many experts neighbouring tokens
-share.
+Generated traces say so (`Trace.generated`). Their parameters were fitted to the statistics of DeepSeek-V2-Lite's
+routing in ESFT: how far the hottest expert is above the mean, per layer and per 64 or 256 tokens, how much of it
+persists from one half of a task to the other, and how many experts neighbouring tokens share.
 """
 
 from __future__ import annotations
@@ -32,15 +28,7 @@ import numpy as np
 from .checks import check_load
 from .files import write_whole
 
-__all__ = [
-    "Trace",
-    "bundled_trace",
-    "generate_trace",
-    "r1_like_load",
-    "read_counts",
-    "read_trace",
-    "shift_load",
-]
+__all__ = ["Trace", "bundled_trace", "generate_trace", "r1_like_load", "read_counts", "read_trace", "shift_load"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,20 +43,10 @@ class Trace:
 
     def __post_init__(self):
         ids, offsets = self.topk_ids, self.seq_offsets
-        if ids.ndim != 3 or ids.dtype.kind not in "iu" or 0 in ids.shape:
-            raise ValueError(
-                f"topk_ids must be integers of shape (layers, tokens, top_k), got {ids.dtype} {ids.shape}"
-            )
+        _check_ids(ids, "topk_ids")
         if ids.min() < 0 or ids.max() >= self.num_experts:
-            raise ValueError(
-                f"topk_ids must lie in 0 .. {self.num_experts - 1}, got {ids.min()} .. {ids.max()}"
-            )
-        if (
-            offsets.ndim != 1
-            or offsets[0] != 0
-            or offsets[-1] != ids.shape[1]
-            or (np.diff(offsets) < 0).any()
-        ):
+            raise ValueError(f"topk_ids must lie in 0 .. {self.num_experts - 1}, got {ids.min()} .. {ids.max()}")
+        if offsets.ndim != 1 or offsets[0] != 0 or offsets[-1] != ids.shape[1] or (np.diff(offsets) < 0).any():
             raise ValueError(f"seq_offsets must rise from 0 to the number of tokens ({ids.shape[1]})")
 
     num_layers = property(lambda self: self.topk_ids.shape[0])
@@ -82,8 +60,7 @@ class Trace:
         return np.bincount(flat, minlength=self.num_layers * self.num_experts).reshape(self.num_layers, -1)
 
     def batches(self, size, start=0, stop=None):
-        """Counts (layers, experts) of consecutive batches of `size` tokens; an incomplete last one is left
-        out."""
+        """Counts (layers, experts) of consecutive batches of `size` tokens; an incomplete last one is left out."""
         stop = self.num_tokens if stop is None else stop
         for begin in range(start, stop - size + 1, size):
             yield self.counts(begin, begin + size)
@@ -91,10 +68,7 @@ class Trace:
     def save(self, path):
         """Write a .npz file, which the name gets where it lacks it."""
         arrays = dict(
-            topk_ids=self.topk_ids,
-            seq_offsets=self.seq_offsets,
-            num_experts=self.num_experts,
-            generated=self.generated,
+            topk_ids=self.topk_ids, seq_offsets=self.seq_offsets, num_experts=self.num_experts, generated=self.generated
         )
         path = str(path) if str(path).endswith(".npz") else f"{path}.npz"  # as NumPy names it
         write_whole(path, lambda file: np.savez_compressed(file, **arrays))
@@ -119,18 +93,41 @@ def _reading(path, wanted):
         ) from None
 
 
+def _check_ids(ids, name):
+    if ids.ndim != 3 or ids.dtype.kind not in "iu" or 0 in ids.shape:
+        raise ValueError(f"{name} must be integers of shape (layers, tokens, top_k), got {ids.dtype} {ids.shape}")
+
+
 def _load_npz(path):
-    with _reading(path, "an .npz file of plain arrays (numpy.savez)"):
-        with np.load(path) as data:
-            return dict(data)
+    with np.load(path) as data:
+        return dict(data)
+
+
+def _load_pt(path):
+    import torch
+
+    return torch.load(path, weights_only=True, map_location="cpu")
+
+
+FORMATS = {
+    ".json": ("a JSON file", lambda path: json.loads(path.read_text())),
+    ".npy": ("an .npy file of one plain array (numpy.save)", np.load),
+    ".npz": ("an .npz file of plain arrays (numpy.savez)", _load_npz),
+    ".pt": ("a file of torch.save with 'logical_count' (an SGLang expert-distribution dump)", _load_pt),
+}
+
+
+def _load(path):
+    """What a file of one of FORMATS holds."""
+    wanted, load = FORMATS[path.suffix]
+    with _reading(path, wanted):
+        return load(path)
 
 
 def read_trace(path, num_experts=None):
-    """Read a token-level trace: our `.npz`, or a folder of ESFT text files. `num_experts` overrides what is
-    inferred.
+    """Read a token-level trace: our `.npz`, or a folder of ESFT text files. `num_experts` overrides what is inferred.
 
-    Without it, an ESFT trace gets the smallest power of two above its largest id. Raises ValueError for other
-    files.
+    Without it, an ESFT trace gets the smallest power of two above its largest id. Raises ValueError for other files.
     """
     path = Path(path)
     if path.is_dir():
@@ -139,14 +136,11 @@ def read_trace(path, num_experts=None):
         raise ValueError(
             f"a token-level trace is an .npz file or a folder of expert_weights_<layer>.txt, got {path.name}"
         )
-    data = _load_npz(path)
+    data = _load(path)
     if "topk_ids" not in data:
         raise ValueError(f"{path.name} must hold topk_ids, got {sorted(data)}")
     ids = data["topk_ids"]
-    if ids.ndim != 3 or ids.dtype.kind not in "iu" or 0 in ids.shape:
-        raise ValueError(
-            f"topk_ids in {path.name} must be integers of shape (layers, tokens, top_k), got {ids.dtype} {ids.shape}"
-        )
+    _check_ids(ids, f"topk_ids in {path.name}")
     if num_experts is None and "num_experts" in data:
         num_experts = int(data["num_experts"])
     elif num_experts is None and "counts" in data:
@@ -182,8 +176,7 @@ def _read_esft(folder, num_experts):
                 sequences.append(np.array(ids, dtype=np.int64))
         lengths = [len(s) for s in sequences]
         if offsets is None:
-            # A token's gate weights fall on one scale, its experts are distinct: the longest distinct run is
-            # top_k.
+            # The experts of a token are distinct, so the longest run of distinct ids is top_k.
             top_k = _infer_top_k(sequences)
             offsets = np.concatenate([[0], np.cumsum(lengths) // top_k])
         flat = np.concatenate(sequences)
@@ -213,41 +206,29 @@ def read_counts(path):
     if path.is_dir():
         dumps = sorted(path.glob("*.pt"))
         return sum(read_counts(dump) for dump in dumps) if dumps else read_trace(path).counts()
-    if path.suffix == ".json":
-        with _reading(path, "a JSON file"):
-            data = json.loads(path.read_text())
-        if isinstance(data, dict):
-            data = next((data[key] for key in ("counts", "load", "logical_count") if key in data), None)
-        if data is None:
-            raise ValueError(
-                f"{path.name} must hold a list, or an object with 'counts', 'load' or 'logical_count'"
-            )
-        return check_load(data, f"counts in {path.name}")
-    if path.suffix == ".npy":
-        with _reading(path, "an .npy file of one plain array (numpy.save)"):
-            data = np.load(path)
-        return check_load(data, f"counts in {path.name}")
-    if path.suffix == ".npz":
-        data = _load_npz(path)
-        if "counts" in data:
-            return check_load(data["counts"], f"counts in {path.name}")
+    if path.suffix not in FORMATS:
+        raise ValueError(f"counts come as .json, .npy, .npz, .pt or a folder, got {path.name}")
+    data, name = _load(path), f"counts in {path.name}"
+    if path.suffix == ".npz" and "counts" not in data:
         return read_trace(path).counts()
     if path.suffix == ".pt":
-        import torch
+        return check_load(_logical_count(data, path.name), name).astype(np.int64)
+    if isinstance(data, dict):
+        key = next((key for key in ("counts", "load", "logical_count") if key in data), None)
+        if key is None:
+            raise ValueError(f"{path.name} must hold a list, or an object with 'counts', 'load' or 'logical_count'")
+        data = data[key]
+    return check_load(data, name)
 
-        with _reading(path, "a file of torch.save with 'logical_count' (an SGLang expert-distribution dump)"):
-            data = torch.load(path, weights_only=True, map_location="cpu")
-        if not isinstance(data, dict) or "logical_count" not in data:
-            raise ValueError(
-                f"{path.name} must be a dict with 'logical_count' (an SGLang expert-distribution dump)"
-            )
-        counts = data["logical_count"]
-        if not isinstance(counts, torch.Tensor):
-            raise ValueError(f"logical_count in {path.name} must be a tensor, got {type(counts).__name__}")
-        counts = counts.to(torch.int64)
-        counts = counts.sum(dim=0) if counts.ndim == 3 else counts
-        return check_load(counts, f"counts in {path.name}").astype(np.int64)
-    raise ValueError(f"counts come as .json, .npy, .npz, .pt or a folder, got {path.name}")
+
+def _logical_count(dump, name):
+    """(layers, experts) int64 tensor of an SGLang dump, summed over its steps."""
+    if not isinstance(dump, dict) or "logical_count" not in dump:
+        raise ValueError(f"{name} must be a dict with 'logical_count' (an SGLang expert-distribution dump)")
+    counts = dump["logical_count"]
+    if not hasattr(counts, "detach"):
+        raise ValueError(f"logical_count in {name} must be a tensor, got {type(counts).__name__}")
+    return counts.long().sum(dim=0) if counts.ndim == 3 else counts.long()
 
 
 # ------------------------------------------------------------------------------------------------- stand-ins
@@ -289,8 +270,7 @@ def generate_trace(
 def r1_like_load(seed=0, num_layers=58, num_experts=256):
     """Loads (layers, experts) of the skew that DeepSeek-R1 shows: log-normal, the spread varying over layers.
 
-    Fitted to the balancedness of its unplaced experts on 32 GPUs, .40 in the median layer and .145 in the
-    worst.
+    Fitted to the balancedness of its unplaced experts on 32 GPUs, .40 in the median layer and .145 in the worst.
     """
     rng = np.random.default_rng(seed)
     spread = 1.1 * np.exp(0.2 * rng.standard_normal((num_layers, 1)))

@@ -130,8 +130,8 @@ def test_dspark_mini_imports_nothing_of_the_ladder():
         ("ladder.step08_dflash2.api", "ladder.rungs", False),
         ("ladder.engine.engine", "ladder.bench.harness", True),
         ("ladder.__main__", "ladder.chapters.readme", False),
-        ("dspark_mini.place", "ladder.lab.results", True),
-        ("ladder.chapters.ch10_scheduling.tables", "dspark_mini.place", False),
+        ("dspark_mini.placing", "ladder.lab.results", True),
+        ("ladder.chapters.ch10_scheduling.tables", "dspark_mini.placing", False),
     ],
 )
 def test_which_way_is_up(module, target, wrong):

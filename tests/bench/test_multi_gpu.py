@@ -1,4 +1,4 @@
-"""``python -m ladder.bench multi_gpu``: every part over gloo, small; partial results; predictions; the chapters' tables."""
+"""``python -m ladder.bench multi_gpu``: every part over gloo, small; partial results; predictions; tables."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from ladder.lab import interpret, results
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     path = tmp_path_factory.mktemp("multi") / "multi_gpu.json"
-    # In a process of its own: what ranks do is tested, step 08 by PyTorch, and a fork of this one would have the slow interpreter.
+    # In a process of its own: step 08 runs by PyTorch there, and a fork of this one would have the slow interpreter.
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "ladder.bench", "multi_gpu", "--device", "cpu", "--json", str(path)]
     code = subprocess.run(command, env=env, cwd=ROOT, timeout=400).returncode
@@ -38,9 +38,10 @@ def test_every_part_runs_on_cpu_ranks(recorded):
     ways = {r["case"]["which"]: r for r in multi_gpu.rows(doc, "four_way")}
     assert set(ways) == {"neither", "kernel", "scheduler", "both"}
     assert ways["neither"]["balancedness"] < 0.8 < 0.98 < ways["both"]["balancedness"]
-    layers = {(r["case"]["routing"], r["impl"]): r for r in multi_gpu.rows(doc, "dispatch", what="layer", tokens_per_rank=64)}
+    found = multi_gpu.rows(doc, "dispatch", what="layer", tokens_per_rank=64)
+    layers = {(r["case"]["routing"], r["impl"]): r for r in found}
     assert layers["zipf", "identity"]["balancedness"] < 0.7 < 0.99 < layers["zipf", "dspark"]["balancedness"]
-    assert all(abs(r["predicted"]["balancedness"] - r["balancedness"]) < 0.02 for r in layers.values())  # the same arithmetic
+    assert all(abs(r["predicted"]["balancedness"] - r["balancedness"]) < 0.02 for r in found)  # the same arithmetic
     moves = multi_gpu.rows(doc, "dispatch", what="migration")
     assert moves and all(r["weights_right"] and r["copies"] and max(r["bytes_received"]) for r in moves)
 
@@ -54,13 +55,14 @@ def test_a_part_that_fails_costs_only_itself(recorded, tmp_path, monkeypatch, ca
         raise RuntimeError("no link\nthe cable is out")
 
     monkeypatch.setattr(bench, "dispatch", broken)
-    row = {"case": {"mode": "multi_gpu", "part": "survive", "gpus": 2}, "impl": "dspark", "ok": True}
-    monkeypatch.setattr(bench, "survive", lambda ranks, device, file, seconds: Path(file).write_text(json.dumps(row) + "\n"))
+    row = json.dumps({"case": {"mode": "multi_gpu", "part": "survive", "gpus": 2}, "impl": "dspark", "ok": True})
+    monkeypatch.setattr(bench, "survive", lambda ranks, device, file, seconds: Path(file).write_text(row))
     assert bench.main(["--device", "cpu", "--json", str(copy), "--only", "dispatch", "survive"]) == 1
     doc = results.load(copy)
     assert doc["failures"] == [{"part": "dispatch", "error": "RuntimeError: the cable is out"}]
     parts = [r["case"]["part"] for r in doc["rows"]]
-    assert parts.count("survive") == 1 and {"dispatch", "engine"} <= set(parts)  # what has nothing new stays, and says whence
+    # What has nothing new stays, and says whence.
+    assert parts.count("survive") == 1 and {"dispatch", "engine"} <= set(parts)
     assert set(doc["earlier"]) == {"dispatch", "parity", "engine", "four_way"} and "partial" not in doc
     assert "dispatch failed: RuntimeError: the cable is out" in capsys.readouterr().err
 
@@ -85,7 +87,9 @@ def test_a_part_without_time_says_so(tmp_path):
 
 @pytest.mark.parametrize("options, message", [
     (["--ranks", "1"], "want at least 2"), (["--device", "cpu", "--ranks", "3"], "want a divisor of 4"),
-    (["--device", "cpu", "--seconds", "nan"], "want a positive number"), (["--device", "cpu", "--seconds", "-1"], "want a positive number"), (["--device", "cpu", "--json", "nowhere/x.json"], "want a file in a folder that exists"),
+    (["--device", "cpu", "--seconds", "nan"], "want a positive number"),
+    (["--device", "cpu", "--seconds", "-1"], "want a positive number"),
+    (["--device", "cpu", "--json", "nowhere/x.json"], "want a file in a folder that exists"),
 ])  # fmt: skip
 def test_bad_options(options, message, capsys):
     with pytest.raises(SystemExit):
@@ -115,7 +119,8 @@ def test_both_routers_take_the_bias():
     x, norm = torch.randn(9, c.width, generator=g), torch.ones(c.width)
     with torch.no_grad():
         _, _, weights, ids = Context().norm_route(moe, x, None, norm)
-        _, _, fused_weights, fused_ids = make("step08", torch.device("cpu")).fused.norm_route(x, None, norm, moe.router, c, moe.bias)
+        fused = make("step08", torch.device("cpu")).fused
+        _, _, fused_weights, fused_ids = fused.norm_route(x, None, norm, moe.router, c, moe.bias)
     order, fused_order = ids.argsort(dim=1), fused_ids.argsort(dim=1)
     assert torch.equal(ids.gather(1, order), fused_ids.gather(1, fused_order).to(ids.dtype))
     torch.testing.assert_close(weights.gather(1, order), fused_weights.gather(1, fused_order))
@@ -176,8 +181,9 @@ def test_the_record_in_the_repository_is_whole():
 def test_a_full_disk_costs_no_earlier_record(tmp_path, monkeypatch, capsys, full_disk):
     file = tmp_path / "r.json"
     results.write(results.document([], device="cpu"), file)
-    before, row = file.read_text(), {"case": {"mode": "multi_gpu", "part": "survive", "gpus": 2}, "impl": "x" * 900, "ok": True}
-    monkeypatch.setattr(bench, "survive", lambda ranks, device, path, seconds: results.write_text(path, json.dumps(row)))
+    case = {"mode": "multi_gpu", "part": "survive", "gpus": 2}
+    before, row = file.read_text(), json.dumps({"case": case, "impl": "x" * 900, "ok": True})
+    monkeypatch.setattr(bench, "survive", lambda ranks, device, path, seconds: results.write_text(path, row))
     with full_disk():
         assert bench.main(["--device", "cpu", "--json", str(file), "--only", "survive"]) == 2
     assert f"cannot write {file}: " in capsys.readouterr().err and file.read_text() == before

@@ -1,5 +1,4 @@
-"""Chapter 10 and what it stands on: explorers, exercises, the recorded results, and the committed notebook
-itself."""
+"""Chapter 10 and what it stands on: explorers, exercises, the recorded results, and the committed notebook itself."""
 
 import json
 import re
@@ -18,17 +17,10 @@ from ladder.chapters.ch10_scheduling import widgets
 NOTEBOOK = ROOT / "notebooks" / "10_scheduling.ipynb"
 RECORD = ROOT / "notebooks" / "results" / "dspark.json"
 
-# Targets that the recorded run does not reach, with the value that is shown instead. Nothing else may be
-# missed.
+# Targets that the recorded run does not reach, with the value that is shown instead. Nothing else may be missed.
 KNOWN_MISSES = {
-    (
-        "mixed",
-        "step / lower bound",
-    ),  # the bound is not tight where prefixes and KV caches compete for workers
-    (
-        "R1-like (generated), every expert's load times exp(0.5 N)",
-        "moved copies per layer, max",
-    ),  # the median is met
+    ("mixed", "step / lower bound"),  # the bound is not tight where prefixes and KV caches compete for workers
+    ("R1-like (generated), every expert's load times exp(0.5 N)", "moved copies per layer, max"),  # the median is met
 }
 
 
@@ -120,9 +112,7 @@ def test_the_record_holds_every_target():
     assert {row["target_no"] for row in judged} == set(range(1, 9))
     for row in judged:
         relation, number = row["target"].split()
-        met = (
-            row["value"] >= float(number) - 1e-9 if relation == ">=" else row["value"] <= float(number) + 1e-9
-        )
+        met = row["value"] >= float(number) - 1e-9 if relation == ">=" else row["value"] <= float(number) + 1e-9
         assert met == row["ok"], row
         if not row["ok"]:
             named = row["case"].get("traffic") or row["case"].get("shift")
@@ -149,10 +139,7 @@ def test_the_notebook_quotes_the_record():
     """Recorded numbers that the notebook prints are the ones in the file."""
     rows = json.loads(RECORD.read_text())["rows"]
     text = "".join(
-        "".join(output.get("text", []))
-        for cell in cells()
-        if cell["cell_type"] == "code"
-        for output in cell["outputs"]
+        "".join(output.get("text", [])) for cell in cells() if cell["cell_type"] == "code" for output in cell["outputs"]
     )
     for load, gpus in (("Zipf 1.2", 64), ("Zipf 0.8", 64), ("Zipf 1.2", 144)):
         wanted = [

@@ -1,15 +1,15 @@
 """Placement, rebalancing and the loss of GPUs: against exact optima, baselines and their own promises."""
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.exact import exact_peak, lp_peak
+from support.exact import exact_peak
 
 from dspark_mini import Placement, balancedness, place, rebalance, shrink
 from dspark_mini.baselines import contiguous, least_loaded, replicate_and_pack, round_robin
+from dspark_mini.bench import best_ms
+from dspark_mini.exact import lp_peak
 from dspark_mini.trace import r1_like_load, shift_load
 
 
@@ -18,23 +18,15 @@ def zipf(exponent, experts, layers=3):
     return np.stack([rng.permutation(np.arange(1.0, experts + 1) ** -exponent) for _ in range(layers)])
 
 
-def per_gpu(placement, layer):
-    return [placement.slot_expert[layer, placement.slot_gpu == g] for g in range(placement.num_gpus)]
-
-
-def assert_sound(placement, num_slots):
+def assert_sound(plan, num_slots):
     """Every slot filled, every expert present, no two copies on one GPU while there are GPUs enough."""
-    assert placement.slot_expert.shape == (placement.num_layers, num_slots)
-    assert placement.slot_expert.dtype == np.int64
-    assert (placement.copies >= 1).all() and (placement.copies.sum(axis=1) == num_slots).all()
-    for layer in range(placement.num_layers):
-        for slots in per_gpu(placement, layer):
-            experts = placement.num_experts
-            assert len(set(slots.tolist())) == min(len(slots), experts)
-    expert_share = np.zeros(placement.load.shape)
-    for layer in range(placement.num_layers):
-        np.add.at(expert_share[layer], placement.slot_expert[layer], placement.share[layer])
-    np.testing.assert_allclose(expert_share, 1.0, atol=1e-9)
+    assert plan.slot_expert.shape == (plan.num_layers, num_slots) and plan.slot_expert.dtype == np.int64
+    assert (plan.copies >= 1).all() and (plan.copies.sum(axis=1) == num_slots).all()
+    for row, share in zip(plan.slot_expert, plan.share):
+        for gpu in range(plan.num_gpus):
+            held = row[plan.slot_gpu == gpu]
+            assert len(np.unique(held)) == min(len(held), plan.num_experts)
+        np.testing.assert_allclose(np.bincount(row, share, plan.num_experts), 1.0, atol=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -49,9 +41,7 @@ def test_near_the_exact_optimum_on_small_cases(seed):
 
 
 loads = st.integers(2, 12).flatmap(
-    lambda experts: st.lists(
-        st.one_of(st.just(0.0), st.floats(1e-3, 1e6)), min_size=experts, max_size=experts
-    )
+    lambda experts: st.lists(st.one_of(st.just(0.0), st.floats(1e-3, 1e6)), min_size=experts, max_size=experts)
 )
 
 
@@ -87,26 +77,20 @@ def test_the_case_where_equal_splits_and_distinct_gpus_contradict():
     assert not np.allclose(plan.share, 1 / np.take_along_axis(plan.copies, plan.slot_expert, 1))
 
 
-@pytest.mark.parametrize(
-    "load, num_gpus, num_slots, wanted",
-    [
-        (zipf(1.2, 256), 64, 320, 0.99),
-        (zipf(0.8, 256), 64, 320, 0.998),
-        (zipf(1.2, 256), 32, 288, 0.998),
-        (r1_like_load()[:12], 32, 288, 0.998),
-        (np.where(np.arange(256) == 7, 250.0, 1.0)[None], 32, 288, 0.99),  # one hot expert
-        (r1_like_load()[:12], 30, 290, 0.998),  # slots do not divide
-    ],
-    ids=["zipf1.2-64/320", "zipf0.8-64/320", "zipf1.2-32/288", "r1-32/288", "one-hot", "indivisible"],
-)
+@pytest.mark.parametrize("load, num_gpus, num_slots, wanted", [
+    pytest.param(zipf(1.2, 256), 64, 320, 0.99, id="zipf1.2-64/320"),
+    pytest.param(zipf(0.8, 256), 64, 320, 0.998, id="zipf0.8-64/320"),
+    pytest.param(zipf(1.2, 256), 32, 288, 0.998, id="zipf1.2-32/288"),
+    pytest.param(r1_like_load()[:12], 32, 288, 0.998, id="r1-32/288"),
+    pytest.param(np.where(np.arange(256) == 7, 250.0, 1.0)[None], 32, 288, 0.99, id="one-hot"),
+    pytest.param(r1_like_load()[:12], 30, 290, 0.998, id="indivisible"),
+])  # fmt: skip
 def test_reaches_the_targets(load, num_gpus, num_slots, wanted):
     plan = place(load, num_gpus=num_gpus, num_slots=num_slots)
     assert_sound(plan, num_slots)
     assert np.median(plan.balancedness) >= wanted
     for rival in (round_robin, least_loaded, replicate_and_pack):
-        assert (
-            plan.balancedness >= rival(load, num_gpus=num_gpus, num_slots=num_slots).balancedness - 1e-12
-        ).all()
+        assert (plan.balancedness >= rival(load, num_gpus=num_gpus, num_slots=num_slots).balancedness - 1e-12).all()
     # These are reached with equal splits, without help from unequal shares.
     np.testing.assert_allclose(plan.share, 1 / np.take_along_axis(plan.copies, plan.slot_expert, 1))
 
@@ -146,61 +130,27 @@ def test_more_copies_than_gpus_and_a_single_gpu():
     assert place(np.arange(5.0), num_gpus=1, num_slots=7).balancedness[0] == 1.0
 
 
-def test_counts_above_32_bits():
-    counts = (r1_like_load()[:2] * 1e7).astype(np.int64)
-    assert counts.max() > 2**33
-    plan = place(counts, num_gpus=8, num_slots=272)
-    assert plan.load.sum() == pytest.approx(float(counts.sum()))
-    assert (plan.balancedness > 0.998).all()
-
-
-def test_scale_does_not_matter():
+def test_large_counts_and_any_scale():
     load = r1_like_load()[:2]
+    plan, counts = place(load, num_gpus=8, num_slots=264), (load * 1e7).astype(np.int64)
     for factor in (1e-200, 1e200):
-        assert (
-            place(load * factor, num_gpus=8, num_slots=264).digest()
-            == place(load, num_gpus=8, num_slots=264).digest()
-        )
-
-
-@pytest.mark.parametrize(
-    "load, keywords, message",
-    [
-        ([1.0, np.nan], {}, "load must be finite.*layer 0, expert 1"),
-        ([1.0, -2.0], {}, "load must not be negative"),
-        ([[[1.0]]], {}, r"load must have shape \(layers, experts\)"),
-        (["a", "b"], {}, "load must hold numbers"),
-        ([[1.0, 2.0], [1.0]], {}, "rectangular"),
-        ([1.0] * 5, {"num_slots": 4}, "num_slots must be at least one per expert"),
-        ([1.0] * 4, {"num_gpus": 0}, "num_gpus must be a positive integer"),
-        ([1.0] * 4, {"num_nodes": 3}, "num_nodes must divide num_gpus"),
-        ([1.0] * 4, {"num_groups": 3}, "num_groups must divide"),
-    ],
-)
-def test_bad_input_is_named(load, keywords, message):
-    with pytest.raises(ValueError, match=message):
-        place(load, **({"num_gpus": 2, "num_slots": 8} | keywords))
+        assert place(load * factor, num_gpus=8, num_slots=264).digest() == plan.digest()
+    large = place(counts, num_gpus=8, num_slots=264)
+    assert counts.max() > 2**33 and large.load.sum() == pytest.approx(float(counts.sum()))
+    assert (large.balancedness > 0.998).all()
 
 
 def test_placement_checks_itself_and_survives_json():
     plan = place(r1_like_load()[:2], num_gpus=8, num_slots=264)
     copy = Placement.from_json(plan.to_json())
     assert copy.digest() == plan.digest() and (copy.share == plan.share).all()
-    with pytest.raises(ValueError, match="lacks expert 1"):
-        Placement([[0, 0]], [1.0, 1.0], 2)
     with pytest.raises(ValueError):
         plan.slot_expert[0, 0] = 1  # read-only
 
 
 def test_planning_speed():
-    load = r1_like_load()
-    place(load, num_gpus=32, num_slots=288)
-    seconds = []
-    for _ in range(5):
-        start = time.process_time()
-        place(load, num_gpus=32, num_slots=288)
-        seconds.append(time.process_time() - start)
-    assert min(seconds) < 0.15  # 20 ms on the machine of the recorded benchmark; slow machines get slack
+    took = best_ms(place, r1_like_load(), num_gpus=32, num_slots=288)
+    assert took < 150  # 20 ms on the machine of the recorded benchmark; slow machines get slack
 
 
 # --------------------------------------------------------------------------------------------- rebalance
@@ -262,11 +212,7 @@ def test_every_move_pays(seed, gpus, spare, cost, limit):
     assert limit is None or (count <= limit).all()
     # The moves are exactly the difference, and each comes from a slot that held the expert before.
     for move in moves:
-        assert (
-            plan.slot_expert[move.layer, move.source]
-            == move.expert
-            == after.slot_expert[move.layer, move.target]
-        )
+        assert plan.slot_expert[move.layer, move.source] == move.expert == after.slot_expert[move.layer, move.target]
     assert len(moves) == (plan.slot_expert != after.slot_expert).sum()
 
 
@@ -281,19 +227,6 @@ def test_zero_load_keeps_the_plan():
     assert (place(np.zeros((1, 16)), num_gpus=4, num_slots=16).copies == 1).all()
 
 
-def test_rebalance_rejects_bad_arguments():
-    plan = place(np.ones((1, 4)), num_gpus=2, num_slots=4)
-    for keywords, message in (
-        ({"load": np.ones((2, 4))}, "placement's shape"),
-        ({"max_moves": -1}, "max_moves"),
-        ({"target": 1.5}, "target"),
-        ({"move_cost": -1.0}, "move_cost"),
-        ({"load": [[1, 1, 1, np.inf]]}, "finite"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            rebalance(plan, **({"load": np.ones((1, 4))} | keywords))
-
-
 # --------------------------------------------------------------------------------------------- shrink
 
 
@@ -303,29 +236,15 @@ def test_losing_gpus(gpus, slots, lost):
     plan = place(load, num_gpus=gpus, num_slots=slots)
     after, moves = shrink(plan, lost)
     alive = [g for g in range(gpus) if g not in lost]
-    assert after.num_gpus == len(alive)
-    assert (after.copies >= 1).all()
-    per = after.num_slots // len(alive)
-    targets = {(m.layer, m.target): m for m in moves}
-    for layer in range(3):
-        survivors = np.concatenate([plan.slot_expert[layer, plan.slot_gpu == g] for g in alive])
-        for new, old in enumerate(alive):
-            old_slots = plan.slot_expert[layer, plan.slot_gpu == old]
-            new_slots = after.slot_expert[layer, new * per : (new + 1) * per]
-            for i, expert in enumerate(new_slots):
-                if (layer, new * per + i) in targets:
-                    move = targets[layer, new * per + i]
-                    assert move.expert == expert and (move.source == -1) == (expert not in survivors)
-                else:  # what is not moved was there before
-                    assert expert == old_slots[i]
-    assert (after.balancedness > 0.9).all()
-
-
-def test_shrink_rejects_the_impossible():
-    plan = place(np.ones((1, 8)), num_gpus=2, num_slots=8)
-    with pytest.raises(ValueError, match="every GPU"):
-        shrink(plan, [0, 1])
-    with pytest.raises(ValueError, match="slots_per_gpu must be at least 8"):
-        shrink(plan, [0], slots_per_gpu=4)
-    with pytest.raises(ValueError, match="lost_gpus must lie"):
-        shrink(plan, [5])
+    assert after.num_gpus == len(alive) and (after.copies >= 1).all() and (after.balancedness > 0.9).all()
+    kept = np.full(after.slot_expert.shape, -1)
+    for new, old in enumerate(alive):
+        mine = plan.slot_expert[:, plan.slot_gpu == old]
+        start = new * after.num_slots // len(alive)
+        kept[:, start : start + mine.shape[1]] = mine
+    # What is not moved was there before; a copy comes from a survivor where one has it, else from storage.
+    assert [(m.layer, m.target) for m in moves] == list(map(tuple, np.argwhere(after.slot_expert != kept)))
+    for m in moves:
+        assert m.expert == after.slot_expert[m.layer, m.target]
+        assert m.source == -1 if m.expert not in kept[m.layer] else kept[m.layer, m.source] == m.expert
+        assert m.expert not in kept[m.layer, after.slot_gpu == after.slot_gpu[m.target]]  # its GPU did not hold it

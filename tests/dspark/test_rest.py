@@ -13,7 +13,6 @@ import dspark_mini
 from dspark_mini import (
     LoadTracker,
     Topology,
-    Trace,
     bundled_trace,
     count_tokens,
     generate_trace,
@@ -21,9 +20,9 @@ from dspark_mini import (
     read_counts,
     read_trace,
     simulator,
-)
+)  # fmt: skip
 from dspark_mini.__main__ import main
-from dspark_mini.baselines import contiguous, equal_split
+from dspark_mini.baselines import contiguous
 from dspark_mini.trace import r1_like_load
 
 # ------------------------------------------------------------------------------------------------- load
@@ -47,30 +46,9 @@ def test_counts_are_64_bits_and_old_load_fades():
     assert tracker.load[0].tolist() == [2**39, 100]
 
 
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda: count_tokens([[0, 4]], 4), "topk_ids must lie in -1 .. 3"),
-        (lambda: count_tokens([[0.5]], 4), "integer expert ids"),
-        (lambda: count_tokens([[1]], 4, mask=np.array([1])), "mask must be bool"),
-        (lambda: LoadTracker(1, 2).update([[1, 2, 3]]), "counts must have shape"),
-        (lambda: LoadTracker(1, 2).update([[1, -2]]), "counts must not be negative"),
-        (lambda: LoadTracker(0, 2), "num_layers and num_experts"),
-        (lambda: Topology(0, 8), "num_nodes must be at least 1, got 0"),
-        (lambda: Topology(1, 2).all_to_all_s(np.zeros((3, 3))), "traffic must have shape"),
-    ],
-)
-def test_bad_input_is_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
 def test_topology_times():
     topology = Topology(2, 2, dspark_mini.Link(1.0, 10.0), dspark_mini.Link(2.0, 5.0))
-    assert [topology.transfer_s(0, g, 10) for g in range(4)] == [0.0, 2.0, 4.0, 4.0]
-    traffic = np.zeros((4, 4))
-    traffic[0, 1], traffic[0, 2], traffic[1, 2] = 30, 10, 10  # GPU 2 receives 20 from the other node
-    assert topology.all_to_all_s(traffic) == max(1 + 30 / 10, 2 + 20 / 5)
+    assert [topology.link(0, g).seconds(10) for g in (1, 2, 3)] == [2.0, 4.0, 4.0]
 
 
 def test_the_simulator_s_exchange_is_the_topology_s():
@@ -79,8 +57,14 @@ def test_the_simulator_s_exchange_is_the_topology_s():
         received = np.random.default_rng(0).uniform(1e6, 2e6, g)
         sent = np.full(g, received.sum() / g)
         traffic = sent[:, None] * received[None, :] / received.sum()
-        closed = simulator._exchange_s(sent, received, topology)
-        assert closed == pytest.approx(topology.all_to_all_s(traffic), rel=0.1)
+        node = topology.node_of(np.arange(g))
+        same = node[:, None] == node
+        seconds = []
+        for link, mask in ((topology.intra, same & ~np.eye(g, dtype=bool)), (topology.inter, ~same)):
+            moved = traffic * mask  # every port of a kind of link works at once
+            busiest = max(moved.sum(axis=0).max(), moved.sum(axis=1).max())
+            seconds.append(link.seconds(busiest) if busiest else 0.0)
+        assert simulator.even_exchange_s(sent, received, topology) == pytest.approx(max(seconds), rel=0.1)
 
 
 # ------------------------------------------------------------------------------------------------- traces
@@ -109,9 +93,7 @@ def test_esft_text(tmp_path):
             lines.append("\t".join(ids) + "\t\t" + "\t".join(["0.5"] * len(ids)))
         (tmp_path / f"expert_weights_{layer}.txt").write_text("\n".join(lines) + "\n")
     trace = read_trace(tmp_path)
-    assert trace.topk_ids.tolist() == [
-        [t for s in rows[layer] for t in s] for layer in (1, 2, 10)
-    ]  # numeric order
+    assert trace.topk_ids.tolist() == [[t for s in rows[layer] for t in s] for layer in (1, 2, 10)]  # numeric order
     assert (trace.seq_offsets.tolist(), trace.num_experts, trace.generated) == ([0, 3, 4], 8, False)
     assert (read_counts(tmp_path) == trace.counts()).all()
     (tmp_path / "expert_weights_2.txt").write_text("1\t2\t\t0.5\n")
@@ -121,9 +103,7 @@ def test_esft_text(tmp_path):
 
 def test_sglang_dumps(tmp_path):
     counts = torch.arange(24, dtype=torch.int32).view(2, 3, 4)
-    torch.save(
-        {"rank": 0, "logical_count": counts, "average_utilization_rate_over_window": None}, tmp_path / "a.pt"
-    )
+    torch.save({"rank": 0, "logical_count": counts, "average_utilization_rate_over_window": None}, tmp_path / "a.pt")
     torch.save({"logical_count": counts[0].to(torch.int64) + 2**40}, tmp_path / "b.pt")
     assert (read_counts(tmp_path / "a.pt") == counts.sum(0).numpy()).all()
     assert read_counts(tmp_path / "b.pt")[0, 0] == 2**40
@@ -140,8 +120,6 @@ def test_json_and_unknown_files(tmp_path):
     for name, message in (("d.json", "'counts'"), ("e.csv", "counts come as"), ("e.txt", "counts come as")):
         with pytest.raises(ValueError, match=message):
             read_counts(tmp_path / name)
-    with pytest.raises(ValueError, match="topk_ids must lie in"):
-        Trace(np.full((1, 1, 1), 9), np.array([0, 1]), 4)
 
 
 def skew(trace):
@@ -183,15 +161,9 @@ def test_r1_like_loads_are_as_skewed_as_published():
 # ------------------------------------------------------------------------------------------------- simulator
 
 
-def four(trace, load, gpus=8, **keywords):
-    return simulator.four_way(
-        trace,
-        topology=Topology(1, gpus),
-        model=simulator.MODELS["v2-lite"],
-        num_slots=10 * gpus,
-        load=load,
-        **keywords,
-    )
+def four(trace, load):
+    cluster = {"topology": Topology(1, 8), "model": simulator.MODELS["v2-lite"], "num_slots": 80}
+    return simulator.four_way(trace, load=load, **cluster)
 
 
 def check_four(trace, load):
@@ -203,9 +175,7 @@ def check_four(trace, load):
     for r in results.values():
         assert r.balancedness <= r.bound * (1 + 1e-9) and (r.utilisation <= 1 + 1e-9).all()
         assert r.step_s == pytest.approx(sum(r.phases.values()))
-    assert (
-        results["neither"].layer_utilisation.min() < 0.3
-    )  # a GPU at less than 30 % where another is at 100 %
+    assert results["neither"].layer_utilisation.min() < 0.3  # a GPU at less than 30 % where another is at 100 %
     assert results["both"].layer_utilisation.min() > 0.9
     return gain
 
@@ -239,31 +209,14 @@ def test_four_thousand_gpus():
     plan = place(load, num_gpus=4096, num_slots=8192, num_nodes=512)
     counts = np.random.default_rng(0).multinomial(4096 * 64, load[0] / load[0].sum())[None]
     result = simulator.simulate(
-        [counts],
-        plan,
-        topology=Topology(512, 8),
-        model=simulator.MODELS["r1"],
-        load=simulator.decode_load(8192),
+        [counts], plan, topology=Topology(512, 8), model=simulator.MODELS["r1"], load=simulator.decode_load(8192)
     )
     assert result.balancedness > 0.9
     assert result.gpu_tokens.sum() == 4096 * 64
     assert time.process_time() - start < 30
 
 
-def test_simulator_rejects_what_does_not_fit():
-    trace = bundled_trace()
-    plan = contiguous(trace.counts(), num_gpus=4)
-    common = {"model": simulator.MODELS["v2-lite"], "load": simulator.decode_load(8), "split": equal_split}
-    with pytest.raises(ValueError, match="topology's 8 GPUs"):
-        simulator.simulate([trace.counts()], plan, topology=Topology(1, 8), **common)
-    with pytest.raises(ValueError, match="counts must be a sequence"):
-        simulator.simulate([], plan, topology=Topology(1, 4), **common)
-    with pytest.raises(ValueError, match="half the trace"):
-        four(trace, simulator.decode_load(10_000))
-
-
-# ------------------------------------------------------------------------------------------------- command
-# line
+# ------------------------------------------------------------------------------------------------- command line
 
 
 def test_place_command(tmp_path, capsys):
@@ -278,11 +231,7 @@ def test_place_command(tmp_path, capsys):
     assert plan.digest() == place(counts, num_gpus=8, num_slots=72).digest()
     main(["place", str(tmp_path / "counts.json"), "--json"])
     values = json.loads(capsys.readouterr().out)["balancedness"]
-    assert (
-        values["none (experts in order)"]["median"]
-        < values["place"]["median"]
-        <= values["upper bound"]["median"]
-    )
+    assert values["none (experts in order)"]["median"] < values["place"]["median"] <= values["upper bound"]["median"]
 
 
 def test_simulate_command(tmp_path, capsys):
@@ -304,34 +253,10 @@ def test_errors_are_one_line(tmp_path, capsys):
 def test_torchrun(tmp_path):
     """The command of the documentation: a real layer on four ranks, with table data and plot."""
     plot = tmp_path / "plot.png"
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "4",
-            "-m",
-            "dspark_mini",
-            "run",
-            "--dim",
-            "32",
-            "--hidden",
-            "16",
-            "--tokens",
-            "48",
-            "--layers",
-            "2",
-            "--json",
-            "--plot",
-            str(plot),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    command = "-m torch.distributed.run --standalone --nproc-per-node 4 -m dspark_mini run"
+    widths = f"--dim 32 --hidden 16 --tokens 48 --layers 2 --json --plot {plot}"
+    command = [sys.executable, *command.split(), *widths.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["identical"] and report["ranks"] == 4

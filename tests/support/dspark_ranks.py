@@ -1,10 +1,12 @@
-"""What the ranks of the distributed tests run. One set of processes does many checks: starting them costs the
-most."""
+"""What the ranks of the distributed tests run. One set of processes does many checks: starting them costs the most."""
 
+import itertools
 import os
-from datetime import timedelta
+import signal
+import time
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -12,8 +14,8 @@ from dspark_mini import Placement, place
 from dspark_mini.baselines import contiguous, equal_split
 from dspark_mini.dispatch import ExchangeError, exchange_rows, migrate, moe_forward, plan_exchange
 from dspark_mini.experts import Experts, moe_reference
-from dspark_mini.launch import connect
-from dspark_mini.rebalance import rebalance
+from dspark_mini.launch import connect, join_group
+from dspark_mini.rebalancing import rebalance
 
 EXPERTS, TOP_K, DIM, HIDDEN = 16, 3, 24, 20
 
@@ -21,30 +23,19 @@ EXPERTS, TOP_K, DIM, HIDDEN = 16, 3, 24, 20
 def join(rank, ranks, port, timeout_s=30):
     store = connect(port)
     join.number = getattr(join, "number", 0) + 1  # every group meets under a name of its own
-    dist.init_process_group(
-        "gloo",
-        store=dist.PrefixStore(f"test/{join.number}", store),
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    join_group(store, f"test/{join.number}", rank, ranks, timeout_s=timeout_s)
     return store
 
 
 def inputs(seed, rank, tokens, hot=None):
-    """Tokens of one rank: states, expert ids and weights. With `hot`, every token's first choice is that
-    expert."""
+    """Tokens of one rank: states, expert ids and weights. With `hot`, every token's first choice is that expert."""
     g = torch.Generator().manual_seed(seed * 100 + rank)
     x = torch.randn(tokens, DIM, generator=g)
     popularity = torch.linspace(2, -2, EXPERTS)
     ids = (popularity + torch.randn(tokens, EXPERTS, generator=g)).topk(TOP_K).indices
     if hot is not None and tokens:
         ids = torch.stack(
-            [
-                torch.full((tokens,), hot),
-                *((hot + 1 + k) % EXPERTS + 0 * ids[:, 0] for k in range(TOP_K - 1)),
-            ],
-            1,
+            [torch.full((tokens,), hot), *((hot + 1 + k) % EXPERTS + 0 * ids[:, 0] for k in range(TOP_K - 1))], 1
         )
     return x, ids, torch.rand(tokens, TOP_K, generator=g).softmax(-1)
 
@@ -67,165 +58,114 @@ def token_counts(ranks):
     yield "none", [0] * ranks
 
 
-def layer_checks(rank, ranks, port):
+def experts_of(plan, rank):
+    return Experts(plan.slot_expert[:, plan.slot_gpu == rank], dim=DIM, hidden=HIDDEN)
+
+
+def layer_checks(rank, ranks):
     """Every placement with every token count: bit-identical to one process, and tokens where the plan says."""
-    join(rank, ranks, port)
     wrong, checked = [], 0
-    for name, plan in placements(ranks):
-        held = plan.slot_expert[:, plan.slot_gpu == rank]
-        experts = Experts(held, dim=DIM, hidden=HIDDEN)
-        for case, tokens in token_counts(ranks):
-            for hot in (None, 5):
-                for split in (None, equal_split):
-                    x, ids, weights = inputs(3, rank, tokens[rank], hot)
-                    stats = {}
-                    strided = torch.empty(len(x), 2 * DIM)[:, ::2].copy_(x)  # any strides will do
-                    out = moe_forward(
-                        strided,
-                        ids,
-                        weights,
-                        experts,
-                        plan,
-                        0,
-                        stats=stats,
-                        **({"split": split} if split else {}),
-                    )
-                    alone = moe_reference(x, ids, weights, 0, num_experts=EXPERTS, hidden=HIDDEN)
-                    checked += 1
-                    if not torch.equal(out, alone):
-                        wrong.append((name, case, hot))
-                    elif stats["plan"].rank_tokens.sum() != sum(tokens) * TOP_K:
-                        wrong.append((name, case, "tokens lost"))
+    for (name, plan), (case, tokens) in itertools.product(placements(ranks), token_counts(ranks)):
+        experts = experts_of(plan, rank)
+        for hot, split in itertools.product((None, 5), ({}, {"split": equal_split})):
+            x, ids, weights = inputs(3, rank, tokens[rank], hot)
+            stats = {}
+            strided = torch.empty(len(x), 2 * DIM)[:, ::2].copy_(x)  # any strides will do
+            out = moe_forward(strided, ids, weights, experts, plan, 0, stats=stats, **split)
+            checked += 1
+            if not torch.equal(out, moe_reference(x, ids, weights, 0, num_experts=EXPERTS, hidden=HIDDEN)):
+                wrong.append((name, case, hot))
+            elif stats["plan"].rank_tokens.sum() != sum(tokens) * TOP_K:
+                wrong.append((name, case, "tokens lost"))
     return {"wrong": wrong, "checked": checked}
 
 
-def padding_check(rank, ranks, port):
+def padding_check(rank, ranks):
     """Padding (-1) is computed by nobody and adds nothing."""
-    join(rank, ranks, port)
     plan = place(np.ones((1, EXPERTS)), num_gpus=ranks, num_slots=EXPERTS + ranks)
-    experts = Experts(plan.slot_expert[:, plan.slot_gpu == rank], dim=DIM, hidden=HIDDEN)
     x, ids, weights = inputs(1, rank, 10)
     ids[4:7] = -1
     ids[8, 1] = -1
     stats = {}
-    out = moe_forward(x, ids, weights, experts, plan, 0, stats=stats)
+    out = moe_forward(x, ids, weights, experts_of(plan, rank), plan, 0, stats=stats)
     assert torch.equal(out, moe_reference(x, ids, weights, 0, num_experts=EXPERTS, hidden=HIDDEN))
     assert (out[4:7] == 0).all()
     assert stats["plan"].counts.sum() == ranks * (10 * TOP_K - 3 * TOP_K - 1)
-    return True
 
 
-def expect(error, call, *args, **keywords):
-    try:
-        call(*args, **keywords)
-    except error as raised:
-        return str(raised)
-    raise AssertionError(f"{error.__name__} was not raised")
-
-
-def disagreement_checks(rank, ranks, port):
+def disagreement_checks(rank, ranks):
     """One rank differs from the others in one thing; all ranks must raise, and the group must stay usable."""
-    join(rank, ranks, port)
     plan = place(np.ones((2, EXPERTS)), num_gpus=ranks, num_slots=EXPERTS + ranks)
     other = Placement(plan.slot_expert[:, ::-1].copy(), plan.load, ranks)
-    _, ids, _ = inputs(1, rank, 4)
+    x, ids, weights = inputs(1, rank, 4)
     odd = rank == ranks - 1
-    messages = {
-        "placement": expect(ExchangeError, plan_exchange, ids, other if odd else plan, 0, width=DIM),
-        "layer": expect(ExchangeError, plan_exchange, ids, plan, 1 if odd else 0, width=DIM),
-        "width": expect(ExchangeError, plan_exchange, ids, plan, 0, width=DIM + odd),
-        "dtype": expect(
-            ExchangeError,
-            plan_exchange,
-            ids,
-            plan,
-            0,
-            width=DIM,
-            dtype=torch.float64 if odd else torch.float32,
-        ),
-        "top_k": expect(ExchangeError, plan_exchange, ids[:, :2] if odd else ids, plan, 0, width=DIM),
-        "ids": expect(
-            ValueError if odd else ExchangeError, plan_exchange, ids + EXPERTS * odd, plan, 0, width=DIM
-        ),
-    }
+    messages = {}
+
+    def refused(name, call, *args, own=False, **keywords):
+        """All ranks must raise ExchangeError; if the mistake is the odd rank's `own`, that rank a ValueError."""
+        with pytest.raises(ValueError if own and odd else ExchangeError) as error:
+            call(*args, **keywords)
+        messages[name] = str(error.value)
 
     def crooked(counts, placement, layer):
-        """All tokens to the first copy of each expert, on the odd rank to the last: both legal, but not the
-        same."""
+        """All tokens to the first copy of each expert, on the odd rank to the last: both legal, but not the same."""
         tokens = np.zeros(placement.num_slots, dtype=np.int64)
         for n, slots in zip(counts.tolist(), placement.slots_of(layer)):
             tokens[slots[-1 if odd else 0]] = n
         return tokens
 
+    refused("placement", plan_exchange, ids, other if odd else plan, 0, width=DIM)
+    refused("layer", plan_exchange, ids, plan, 1 if odd else 0, width=DIM)
+    refused("width", plan_exchange, ids, plan, 0, width=DIM + odd)
+    refused("dtype", plan_exchange, ids, plan, 0, width=DIM, dtype=torch.float64 if odd else torch.float32)
+    refused("top_k", plan_exchange, ids[:, :2] if odd else ids, plan, 0, width=DIM)
+    refused("ids", plan_exchange, ids + EXPERTS * odd, plan, 0, width=DIM, own=True)
     skew = inputs(1, rank, 9, hot=0)[1]  # expert 0 has two copies
-    messages["split"] = expect(ExchangeError, plan_exchange, skew, plan, 0, width=DIM, split=crooked)
-
-    mine = plan.slot_expert[:, plan.slot_gpu == rank]
-    experts = Experts(mine[:, ::-1] if odd else mine, dim=DIM, hidden=HIDDEN)
-    x, ids3, weights = inputs(1, rank, 4)
-    messages["weights"] = expect(
-        ValueError if odd else ExchangeError, moe_forward, x, ids3, weights, experts, plan, 0
-    )
-
-    ones = [1] * ranks
-    rows = torch.zeros(ranks + odd, 4)
-    send = ones[:-1] + [1 + odd]
-    messages["send sizes"] = expect(ExchangeError, exchange_rows, rows, send, ones)
-    messages["row width"] = expect(ExchangeError, exchange_rows, torch.zeros(ranks, 4 + odd), ones, ones)
-    messages["own sum"] = expect(
-        ValueError if odd else ExchangeError, exchange_rows, torch.zeros(ranks + odd, 4), ones, ones
-    )
+    refused("split", plan_exchange, skew, plan, 0, width=DIM, split=crooked)
+    experts = experts_of(plan, rank)
+    experts.held = experts.held[:, ::-1] if odd else experts.held
+    refused("weights", moe_forward, x, ids, weights, experts, plan, 0, own=True)
+    ones, rows = [1] * ranks, torch.zeros(ranks + odd, 4)
+    refused("send sizes", exchange_rows, rows, ones[:-1] + [1 + odd], ones)
+    refused("row width", exchange_rows, torch.zeros(ranks, 4 + odd), ones, ones)
+    refused("own sum", exchange_rows, rows, ones, ones, own=True)
     plan_exchange(ids, plan, 0, width=DIM)  # still in step
     return messages
 
 
-def row_checks(rank, ranks, port):
+def row_checks(rank, ranks):
     """exchange_rows with strided input and output, unequal and zero counts: every row arrives, in order."""
-    join(rank, ranks, port)
     send = [(rank + 2 * r) % 4 for r in range(ranks)]
     receive = [(r + 2 * rank) % 4 for r in range(ranks)]
-    rows = torch.cat(
-        [torch.arange(n * 3).view(n, 3) + 1000 * rank + 100 * r for r, n in enumerate(send)]
-    ).float()
-    wide = torch.empty(len(rows), 6)[:, ::2]
-    wide.copy_(rows)
-    want = torch.cat(
-        [torch.arange(n * 3).view(n, 3) + 1000 * r + 100 * rank for r, n in enumerate(receive)]
-    ).float()
+    rows = torch.cat([torch.arange(n * 3).view(n, 3) + 1000 * rank + 100 * r for r, n in enumerate(send)]).float()
+    wide = torch.empty(len(rows), 6)[:, ::2].copy_(rows)
+    want = torch.cat([torch.arange(n * 3).view(n, 3) + 1000 * r + 100 * rank for r, n in enumerate(receive)]).float()
     out = torch.full((sum(receive), 9), -1.0)
     exchange_rows(wide, send, receive, out=out[:, ::3])
     assert torch.equal(out[:, ::3], want)
     assert (out[:, 1::3] == -1).all() and (out[:, 2::3] == -1).all()
     assert torch.equal(exchange_rows(rows, send, receive), want)
-    return True
 
 
-def migration_check(rank, ranks, port):
+def migration_check(rank, ranks):
     """After a rebalancing every slot holds the weights that the new placement names, fetched from peers."""
-    join(rank, ranks, port)
     load = np.random.default_rng(0).lognormal(0, 1, (3, EXPERTS))
     plan = place(load, num_gpus=ranks, num_slots=EXPERTS + 2 * ranks)
-    experts = Experts(plan.slot_expert[:, plan.slot_gpu == rank], dim=DIM, hidden=HIDDEN)
+    experts = experts_of(plan, rank)
     new, moves = rebalance(plan, load[:, ::-1].copy())
     migrate(experts, moves, new)
-    held = new.slot_expert[:, new.slot_gpu == rank]
-    assert (experts.held == held).all()
-    for layer, slot in np.ndindex(held.shape):
-        assert torch.equal(experts.weights[layer, slot], experts.stored(layer, int(held[layer, slot])))
+    wanted = experts_of(new, rank)
+    assert (experts.held == wanted.held).all() and torch.equal(experts.weights, wanted.weights)
     return len(moves)
 
 
 def all_checks(rank, ranks, port):
     """Everything above in one set of processes, each check in its own group."""
     results = {}
-    for check in (
-        layer_checks,
-        padding_check,
-        row_checks,
-        migration_check,
-        *([disagreement_checks] if ranks > 1 else []),
-    ):
-        results[check.__name__] = check(rank, ranks, port)
+    checks = [layer_checks, padding_check, row_checks, migration_check, disagreement_checks]
+    for check in checks if ranks > 1 else checks[:-1]:
+        join(rank, ranks, port)
+        results[check.__name__] = check(rank, ranks)
         dist.barrier()
         dist.destroy_process_group()
     return results
@@ -233,9 +173,6 @@ def all_checks(rank, ranks, port):
 
 def die_in_exchange(rank, ranks, port, how):
     """The last rank dies, or naps, instead of joining an exchange; how long until the others know?"""
-    import signal
-    import time
-
     store = join(rank, ranks, port, timeout_s=2)
     dist.barrier()
     if rank == ranks - 1:
@@ -256,6 +193,4 @@ def die_in_exchange(rank, ranks, port, how):
 def fail_with_value_error(rank, ranks, port):
     if rank == 1:
         raise ValueError("this rank has a bug")
-    import time
-
     time.sleep(60)

@@ -1,14 +1,13 @@
-"""Exact optima by HiGHS, against which the fast algorithms are tested."""
+"""The exact optimum of a placement, by HiGHS; other optima stand in `dspark_mini.exact`."""
 
 import itertools
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.optimize import Bounds, LinearConstraint, milp
 
 
 def exact_peak(load, num_gpus, num_slots):
-    """Smallest possible load of the busiest GPU under equal splits on distinct GPUs, by HiGHS over all copy
-    counts."""
+    """Smallest possible load of the busiest GPU under equal splits on distinct GPUs, by HiGHS over all copy counts."""
     experts, best = len(load), np.inf
     size = num_slots // num_gpus + (np.arange(num_gpus) < num_slots % num_gpus)
     spare = num_slots - experts
@@ -36,15 +35,3 @@ def exact_peak(load, num_gpus, num_slots):
         if result.status == 0:
             best = min(best, result.fun)
     return best
-
-
-def lp_peak(placement, layer, load):
-    """Best split over this placement, any fractions: the linear program."""
-    slots, gpu = placement.slot_expert[layer], placement.slot_gpu
-    n = len(slots)
-    equal = np.zeros((len(load), n + 1))
-    equal[slots, np.arange(n)] = 1
-    above = np.zeros((placement.num_gpus, n + 1))
-    above[gpu, np.arange(n)] = 1
-    above[:, n] = -1
-    return linprog(np.append(np.zeros(n), 1), above, np.zeros(placement.num_gpus), equal, load).fun

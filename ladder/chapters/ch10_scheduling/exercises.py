@@ -12,14 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dspark_mini.placement import _replicate
+from dspark_mini.placement import replicate
 from dspark_mini.trace import r1_like_load
+from ladder.chapters import exercise
+from ladder.chapters.exercise import NotYet
 
 __all__ = ["EXERCISES", "check", "hint", "run", "solution"]
-
-
-class NotYet(AssertionError):
-    """What a test says when an answer is wrong: what came, what is wanted."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +31,7 @@ class Exercise:
 
 
 def check(name, answer):
-    """Run an exercise's tests on an answer, the strict one once the visible one passes; print a line for
-    each."""
+    """Run an exercise's tests on an answer, the strict one once the visible one passes; print a line for each."""
     for level in ("visible", "strict"):
         verdict = run(name, level, answer)
         print(f"{name} {level}: {'pass' if verdict is None else 'not yet: ' + verdict}")
@@ -44,13 +41,7 @@ def check(name, answer):
 
 def run(name, level, answer):
     """None if `answer` passes that level's test, else one line that says why not."""
-    try:
-        getattr(_find(name), level)(answer)
-    except NotYet as reason:
-        return str(reason)
-    except Exception as error:  # noqa: BLE001 - an answer under construction may do anything
-        return f"it raised {type(error).__name__}: {error}".splitlines()[0]
-    return None
+    return exercise.run(_find(name), level, answer)
 
 
 def hint(name, level):
@@ -97,7 +88,7 @@ def _strict_copies(answer):
     _want(answer(np.array([4.0, 4.0, 1.0]), 4), [2, 1, 1], "equal loads: the lower id first")
     _want(answer(np.array([5.0, 2.0]), 2), [1, 1], "no spare slot")
     load = r1_like_load(num_layers=1)[0]
-    _want(answer(load, 288), _replicate(load[None], 288, 288)[0], "256 experts in 288 slots")
+    _want(answer(load, 288), replicate(load[None], 288, 288)[0], "256 experts in 288 slots")
 
 
 # ------------------------------------------------------------------------------------------------- 10b
@@ -131,8 +122,7 @@ def _strict_pour(answer):
 
 
 def best_step(costs):
-    """Smallest possible finish time for costs (requests, workers), by the recurrence over sets of load
-    vectors."""
+    """Smallest possible finish time for costs (requests, workers), by the recurrence over sets of load vectors."""
     states = {tuple([0.0] * len(costs[0]))}
     for row in costs:
         states = {t[:w] + (t[w] + c,) + t[w + 1 :] for t in states for w, c in enumerate(row)}

@@ -1,8 +1,10 @@
-"""What chapters 10 and 11 read of ``notebooks/results/multi_gpu.json``: measured on several GPUs, beside what was predicted.
+"""What chapters 10 and 11 read of ``notebooks/results/multi_gpu.json``: several GPUs measured, beside predictions.
 
-``python -m ladder.bench multi_gpu`` records the file. While it, or a part of it, is missing, the table's place says so. The
-error of a prediction is prediction / measurement - 1.
+``python -m ladder.bench multi_gpu`` records the file. While it, or a part of it, is missing, the table's place says so.
+The error of a prediction is prediction / measurement - 1.
 """
+
+import re
 
 from ladder.chapters import plots
 from ladder.chapters.article import ARTICLE
@@ -21,8 +23,8 @@ def record():
 
 def rows(doc, part, **case):
     """Rows of a part; an empty list where it is not recorded."""
-    doc = doc or record()
-    return [] if doc is None else [r for r in doc["rows"] if r["case"].get("part") == part and all(r["case"].get(k) == v for k, v in case.items())]
+    doc, wanted = doc or record(), {"part": part, **case}
+    return [r for r in doc["rows"] if all(r["case"].get(k) == v for k, v in wanted.items())] if doc else []
 
 
 def missing(part, doc=None):
@@ -30,24 +32,29 @@ def missing(part, doc=None):
     doc = doc or record()
     reasons = [f["error"] for f in doc.get("failures", []) if f["part"] in (part, "serve")] if doc else []
     why = f" (`{reasons[0][:120]}`)" if reasons else ""
-    return Markdown(f"*Not recorded yet: part {part}{why}. `{COMMAND}` on a machine with two GPUs records it; the cells around this one do not need it.*")
+    where = "on a machine with two GPUs records it; the cells around this one do not need it"
+    return Markdown(f"*Not recorded yet: part {part}{why}. `{COMMAND}` {where}.*")
 
 
-def note(doc, text, shown, attention=False):
-    """The line under a table: what it shows, and where the rows ``shown`` were recorded; with ``attention``, what the record says of its kernels."""
+def table(doc, head, lines, text, shown, attention=False):
+    """A Markdown table with a note under it: what it shows, and where the rows ``shown`` were recorded.
+
+    ``head`` is the line of titles, in which a title that starts with "<" stands over a column aligned to the left;
+    ``lines`` are lists of cells. With ``attention`` the note adds what the record says of its attention kernels.
+    """
+    titles = head.split(" | ")
+    cells = [[t.removeprefix("<") for t in titles], *lines]
+    body = [re.sub(r"\|  (?=\|)", "| ", f"| {' | '.join(map(str, line))} |") for line in cells]
+    body.insert(1, f"|{'|'.join(':--' if t.startswith('<') else '--:' for t in titles)}|")
     doc = doc or record()
     gpus = max(r["case"]["gpus"] for r in doc["rows"])
     more = f" {doc['note']}" if attention and "note" in doc else ""
-    return f"\n*{text} {gpus} ranks; {results.caption(doc, shown)}.{more}*"
+    return Markdown("\n".join([*body, f"\n*{text} {gpus} ranks; {results.caption(doc, shown)}.{more}*"]))
 
 
-def pair(measured, predicted, digits=3):
+def pair(measured, predicted):
     """A measurement, its prediction, and the error of the prediction in per cent, as cells of a table."""
-    return f"{measured:.{digits}g} | {predicted:.{digits}g} | {100 * (predicted / measured - 1):+.0f} %"
-
-
-def per_cent(values):
-    return " / ".join(f"{100 * v:.0f} %" for v in values)
+    return f"{measured:.3g} | {predicted:.3g} | {100 * (predicted / measured - 1):+.0f} %"
 
 
 def layer_table(doc=None):
@@ -55,20 +62,25 @@ def layer_table(doc=None):
     found = rows(doc, "dispatch", what="layer")
     if not found:
         return missing("dispatch", doc)
-    lines = [
-        "| routing, tokens of a rank | experts | balancedness | GPU utilisation, experts | experts, ms | predicted | error | exchange, ms | predicted | step, ms | of it planning |",
-        "|:--|:--|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
+    head = (
+        "<routing, tokens of a rank | <experts | balancedness | GPU utilisation, experts | experts, ms | predicted "
+        "| error | exchange, ms | predicted | step, ms | of it planning"
+    )
+    lines = []
     for r in found:
-        c, p = r["case"], r["predicted"]
-        lines.append(
-            f"| {c['routing']}, {c['tokens_per_rank']:,} | {'in order' if r['impl'] == 'identity' else '**placed**'} | {r['balancedness']:.3f} | {per_cent(r['utilisation'])} "
-            f"| {pair(1e3 * r['experts_s'], 1e3 * p['experts_s'])} | {1e3 * r['exchange_s']:.3g} | {1e3 * p['exchange_s']:.3g} "
-            f"| {1e3 * r['step_s']:.3g} | {1e3 * r['planning_s']:.3g} |"
-        )
-    c = found[0]["case"]
-    lines.append(note(doc, f"{c['layers']} layers of 64 experts, top 6, at V2-Lite's widths on GPUs. Planning is the exchange of counts over the host and the plan itself; exchange includes it, and waiting for the other rank; both are those of the slowest rank. Routing is generated.", found))
-    return Markdown("\n".join(lines))
+        c, p, ms = r["case"], r["predicted"], lambda seconds: f"{1e3 * seconds:.3g}"
+        lines.append([
+            f"{c['routing']}, {c['tokens_per_rank']:,}", "in order" if r["impl"] == "identity" else "**placed**",
+            f"{r['balancedness']:.3f}", " / ".join(f"{100 * v:.0f} %" for v in r["utilisation"]),
+            pair(1e3 * r["experts_s"], 1e3 * p["experts_s"]), ms(r["exchange_s"]), ms(p["exchange_s"]),
+            ms(r["step_s"]), ms(r["planning_s"]),
+        ])  # fmt: skip
+    text = (
+        f"{found[0]['case']['layers']} layers of 64 experts, top 6, at V2-Lite's widths on GPUs. Planning is the "
+        "exchange of counts over the host and the plan itself; exchange includes it, and waiting for the other "
+        "rank; both are those of the slowest rank. Routing is generated."
+    )
+    return table(doc, head, lines, text, found)
 
 
 def moves_table(doc=None):
@@ -76,19 +88,22 @@ def moves_table(doc=None):
     link, moved = rows(doc, "dispatch", what="link"), rows(doc, "dispatch", what="migration")
     if not link or not moved:
         return missing("dispatch", doc)
-    lines = ["| what moves | copies | bytes to the busiest GPU | ms | GB/s | predicted, ms | balancedness |", "|:--|--:|--:|--:|--:|--:|--:|"]
-    bare = link[0]
+    bare, size = link[0], plots.size
     took = bare["bytes_sent"] / bare["predicted_gb_s"] / 1e6
-    lines.append(f"| one all-to-all of equal parts | | {plots.size(bare['bytes_sent'])} | {1e3 * bare['seconds']:.3g} | {bare['gb_s']:.0f} | {took:.3g} | |")
+    rate = f"{1e3 * bare['seconds']:.3g} | {bare['gb_s']:.0f} | {took:.3g}"
+    lines = [["one all-to-all of equal parts", "", size(bare["bytes_sent"]), rate, ""]]
     for r in moved:
         before, after = r["balancedness"]
         kind = "rebalance" if r["case"]["kind"] == "rebalance" else "every copy to the next GPU"
-        lines.append(
-            f"| {kind}, {r['case']['routing']} | {r['copies']} | {plots.size(max(r['bytes_received']))} | {1e3 * r['seconds']:.3g} | {r['gb_s']:.0f} "
-            f"| {1e3 * r['predicted_s']:.3g} | {before:.3f} to {after:.3f} |"
-        )
-    lines.append(note(doc, "Weights of experts in 16 bits, layer by layer while nobody is served; the prediction is the data sheet's rate of one direction.", link + moved))
-    return Markdown("\n".join(lines))
+        rate = f"{1e3 * r['seconds']:.3g} | {r['gb_s']:.0f} | {1e3 * r['predicted_s']:.3g}"
+        most, balance = size(max(r["bytes_received"])), f"{before:.3f} to {after:.3f}"
+        lines.append([f"{kind}, {r['case']['routing']}", r["copies"], most, rate, balance])
+    head = "<what moves | copies | bytes to the busiest GPU | ms | GB/s | predicted, ms | balancedness"
+    text = (
+        "Weights of experts in 16 bits, layer by layer while nobody is served; the prediction is the data sheet's "
+        "rate of one direction."
+    )
+    return table(doc, head, lines, text, link + moved)
 
 
 def loss_table(doc=None):
@@ -96,12 +111,20 @@ def loss_table(doc=None):
     found = rows(doc, "survive")
     if not found:
         return missing("survive", doc)
-    lines = ["| noticed after, s | serving again after, s | copies fetched, from storage | requests started again | finished | outputs of an undisturbed run |", "|--:|--:|--:|--:|--:|:--|"]
-    for r in found:
-        noticed = max(r["noticed_s"].values())
-        lines.append(f"| {noticed:.3f} | {r['resumed_s']:.3f} | {r['copies_fetched']}, {r['from_storage']} | {r['restarted']} | {r['finished']} of {r['jobs']} | {'yes' if r['identical'] else '**no**'} |")
-    lines.append(note(doc, "One of the ranks is killed in the middle of a step; the control runs over gloo, rows over NCCL on GPUs.", found))
-    return Markdown("\n".join(lines))
+    lines = [
+        [
+            f"{max(r['noticed_s'].values()):.3f}", f"{r['resumed_s']:.3f}",
+            f"{r['copies_fetched']}, {r['from_storage']}", r["restarted"], f"{r['finished']} of {r['jobs']}",
+            "yes" if r["identical"] else "**no**",
+        ]
+        for r in found
+    ]  # fmt: skip
+    head = (
+        "noticed after, s | serving again after, s | copies fetched, from storage | requests started again | "
+        "finished | <outputs of an undisturbed run"
+    )
+    text = "One of the ranks is killed in the middle of a step; the control runs over gloo, rows over NCCL on GPUs."
+    return table(doc, head, lines, text, found)
 
 
 def parity_table(doc=None):
@@ -109,11 +132,19 @@ def parity_table(doc=None):
     found = rows(doc, "parity")
     if not found:
         return missing("parity", doc)
-    lines = ["| backend | experts | distance of the logits | same greedy tokens | |", "|:--|:--|--:|--:|:--|"]
-    for r in found:
-        lines.append(f"| {implementation_title(r['impl'])} | {r['case']['experts']} | {r['error']:.1e} | {100 * r['same_tokens']:.0f} % | {'within budget' if r['ok'] else '**too far**'} |")
-    lines.append(note(doc, f"{found[0]['case']['layers']} layers, random weights; distance is the norm of the difference over the norm. In 16 bits sums in another order choose another expert now and then. Same tokens: of 3 prompts, 4 each.", found, True))
-    return Markdown("\n".join(lines))
+    lines = [
+        [
+            implementation_title(r["impl"]), r["case"]["experts"], f"{r['error']:.1e}",
+            f"{100 * r['same_tokens']:.0f} %", "within budget" if r["ok"] else "**too far**",
+        ]
+        for r in found
+    ]  # fmt: skip
+    text = (
+        f"{found[0]['case']['layers']} layers, random weights; distance is the norm of the difference over the norm."
+        " In 16 bits sums in another order choose another expert now and then. Same tokens: of 3 prompts, 4 each."
+    )
+    head = "<backend | <experts | distance of the logits | same greedy tokens | <"
+    return table(doc, head, lines, text, found, True)
 
 
 def engine_table(doc=None):
@@ -122,17 +153,24 @@ def engine_table(doc=None):
     old, new = found.get("step07_dflash1"), found.get("step08_dflash2")
     if old is None or new is None:
         return missing("engine", doc)
-    lines = ["| | the article: 2 x A100, SGLang | here, steps 07 and 08 | predicted, steps 07 and 08 | error |", "|:--|--:|--:|--:|--:|"]
+    lines = []
     for name, (what, unit, first, second) in ARTICLE.items():
         ours = [r["peak_bytes"] / 1e9 if name == "peak_gb" else r[name] for r in (old, new)]
         said = [r["predicted"].get(name) for r in (old, new)]
-        better = lambda a, b: b / a if unit == "tokens/s" else a / b  # noqa: E731
-        predicted = "- | -" if None in said else f"{said[0]:,.4g}, {said[1]:,.4g} | " + ", ".join(f"{100 * (s / o - 1):+.0f} %" for s, o in zip(said, ours))
-        lines.append(
-            f"| {what}, {unit} | {first:,.0f} to {second:,.0f} ({better(first, second):.2f} x) | {ours[0]:,.4g} to {ours[1]:,.4g} ({better(*ours):.2f} x) | {predicted} |"
-        )
-    lines.append(note(doc, "8 requests, 4,096 tokens in, 512 out, DeepSeek-V2-Lite in 16 bits, tensor parallel, random weights; better in brackets. The simulator knows attention, experts and exchange, and no launches, norms or output matrix. Prompts in steps of 8,192 tokens.", [old, new], True))
-    return Markdown("\n".join(lines))
+        gain = lambda a, b: f"({b / a if unit == 'tokens/s' else a / b:.2f} x)"  # noqa: B023, E731
+        predicted, errors = "-", "-"
+        if None not in said:
+            predicted = f"{said[0]:,.4g}, {said[1]:,.4g}"
+            errors = ", ".join(f"{100 * (s / o - 1):+.0f} %" for s, o in zip(said, ours))
+        article = f"{first:,.0f} to {second:,.0f} {gain(first, second)}"
+        lines.append([f"{what}, {unit}", article, f"{ours[0]:,.4g} to {ours[1]:,.4g} {gain(*ours)}", predicted, errors])
+    text = (
+        "8 requests, 4,096 tokens in, 512 out, DeepSeek-V2-Lite in 16 bits, tensor parallel, random weights; better"
+        " in brackets. The simulator knows attention, experts and exchange, and no launches, norms or output "
+        "matrix. Prompts in steps of 8,192 tokens."
+    )
+    head = "< | the article: 2 x A100, SGLang | here, steps 07 and 08 | predicted, steps 07 and 08 | error"
+    return table(doc, head, lines, text, [old, new], True)
 
 
 def four_way_table(doc=None):
@@ -144,14 +182,20 @@ def four_way_table(doc=None):
     skews = {skew: ways for skew, ways in skews.items() if set(ways) == set(WAYS)}
     if not skews:
         return missing("four_way", doc)
-    lines = ["| skew of the routers | | tokens/s | gain | predicted | error | TTFT, ms | ITL, ms | balancedness |", "|:--|:--|--:|--:|--:|--:|--:|--:|--:|"]
+    lines = []
     for skew, ways in skews.items():
         gains = {name: (r.get("gain", 1.0), r["predicted"].get("gain", 1.0)) for name, r in ways.items()}
         for name, what in WAYS.items():
             r = ways[name]
-            lines.append(f"| {skew} | {what} | {r['tok_s']:,.4g} | {pair(*gains[name])} | {r['ttft_ms']:,.4g} | {r['itl_ms']:.3g} | {r['balancedness']:.3f} |")
+            times = [f"{r['ttft_ms']:,.4g}", f"{r['itl_ms']:.3g}", f"{r['balancedness']:.3f}"]
+            lines.append([skew, what, f"{r['tok_s']:,.4g}", pair(*gains[name]), *times])
         product = [gains["kernel"][n] * gains["scheduler"][n] for n in (0, 1)]
-        lines.append(f"| {skew} | *product of the two* | | {pair(*product)} | | | |")
+        lines.append([skew, "*product of the two*", "", pair(*product), "", "", ""])
     c = found[0]["case"]
-    lines.append(note(doc, f"{c['concurrency']} requests, {c['input_len']:,} tokens in, {c['output_len']} out, DeepSeek-V2-Lite in 16 bits, whole experts on each rank, random weights with biased routers. The simulator's kernel is faster attention alone, at the recorded speed of one GPU; the engine's step 08 also fuses what surrounds it.", found, True))
-    return Markdown("\n".join(lines))
+    text = (
+        f"{c['concurrency']} requests, {c['input_len']:,} tokens in, {c['output_len']} out, DeepSeek-V2-Lite in 16 "
+        "bits, whole experts on each rank, random weights with biased routers. The simulator's kernel is faster "
+        "attention alone, at the recorded speed of one GPU; the engine's step 08 also fuses what surrounds it."
+    )
+    head = "<skew of the routers | < | tokens/s | gain | predicted | error | TTFT, ms | ITL, ms | balancedness"
+    return table(doc, head, lines, text, found, True)

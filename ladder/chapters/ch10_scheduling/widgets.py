@@ -14,9 +14,9 @@ import numpy as np
 
 from dspark_mini import plots, simulator
 from dspark_mini.load import balancedness
-from dspark_mini.place import place
 from dspark_mini.placement import Placement
-from dspark_mini.split import _balance, _check, _homes, split_bound
+from dspark_mini.placing import place
+from dspark_mini.split import balance, split_bound
 from dspark_mini.topology import Topology
 
 __all__ = ["Picture", "PourStepper", "Predict", "Puzzle", "SimulationExplorer", "pour_trace"]
@@ -25,8 +25,7 @@ WIDTH = 800  # pixels of a figure at 100 %
 
 
 class Explorer(ipw.VBox):
-    """Controls above, picture and readout below. Subclasses build controls, call `start`, and implement
-    `draw`."""
+    """Controls above, picture and readout below. Subclasses build controls, call `start`, and implement `draw`."""
 
     title = "explorer"
 
@@ -75,8 +74,7 @@ class Picture:
 
 
 class Predict(ipw.VBox):
-    """A question with a number for an answer; the number shows beside the reader's prediction, never before
-    it."""
+    """A question with a number for an answer; the number shows beside the reader's prediction, never before it."""
 
     def __init__(self, question, answer, unit="", *, low, high, because="", step=None):
         if not low <= answer <= high:
@@ -159,10 +157,7 @@ class Puzzle(Explorer):
         chosen = [s.value for s in self.slots]
         copies = np.bincount(chosen, minlength=len(self.load))
         gpu = self.best.slot_gpu
-        parts = [
-            [(e, self.load[e] / copies[e]) for e, g in zip(chosen, gpu) if g == x]
-            for x in range(self.num_gpus)
-        ]
+        parts = [[(e, self.load[e] / copies[e]) for e, g in zip(chosen, gpu) if g == x] for x in range(self.num_gpus)]
         totals = np.array([sum(a for _, a in stack) for stack in parts])
         missing = [chr(65 + e) for e in np.flatnonzero(copies == 0)]
         figure = plots.levels_figure(
@@ -182,20 +177,18 @@ class Puzzle(Explorer):
 
 
 def pour_trace(counts, placement, layer):
-    """Run `split_batch`'s own steps one at a time: a list of (what, expert or None, tokens per (expert, GPU),
-    totals).
+    """`split_batch`, one change at a time: a list of (what, expert or None, tokens[expert][GPU], tokens of each GPU).
 
     The first entry is the equal split; then one entry per pour that changed something, and one per chain. The
     last entry is what `split_batch` returns, which a test checks.
     """
-    counts, layer = _check(counts, placement, layer)
-    homes, states = _homes(placement, layer), []
+    states = []
 
     def watch(what, expert, tokens, total):
-        table = [dict(zip(gpus, part)) for gpus, part in zip(homes, tokens)]
+        table = [dict(zip(gpus, part)) for gpus, part in zip(placement.gpus_of(layer), tokens)]
         states.append((what, expert, table, list(total)))
 
-    _balance(counts, placement, layer, watch)
+    balance(counts, placement, layer, watch)
     return states
 
 
@@ -252,9 +245,7 @@ class SimulationExplorer(Explorer):
         self.kernel = ipw.FloatSlider(
             value=2, min=1, max=3, step=0.25, description="speed-up of the attention core", **style
         )
-        self.start(
-            [self.gpus, self.per_node], [self.spare, self.skew], [self.batch, self.context], [self.kernel]
-        )
+        self.start([self.gpus, self.per_node], [self.spare, self.skew], [self.batch, self.context], [self.kernel])
 
     def run(self):
         """{neither, kernel, scheduler, both} -> Result, for the controls as they stand."""

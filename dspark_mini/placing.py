@@ -8,8 +8,7 @@ mean. Both halves are NP-hard to do perfectly, and cheap to do nearly perfectly:
 2. *Pack*: heaviest copy first, into the least-loaded GPU with a free slot.
 3. *Swap*: pair heavy GPUs with light ones, and in every pair exchange the two copies whose difference in load
    is closest to half the difference between the GPUs. All pairs of all layers take one numpy step.
-4. *Replicate again*, with other rounding, where a layer is still short of its bound, and keep the better
-   plan.
+4. *Replicate again*, with other rounding, where a layer is still short of its bound, and keep the better plan.
 5. *Explore*, in small problems that are still short: give one expert a copy less and another one more, in all
    ways, pack and swap each, and go on from the best.
 
@@ -21,17 +20,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from .checks import check_load
-from .placement import GOAL, Placement, _count_rows, _gpu_load, _replicate, _slots_per_gpu, _weights
+from .checks import check_integer, check_load
+from .placement import GOAL, Placement, count_rows, gpu_slots, plan_load, replicate, slot_weights
 
 __all__ = ["place"]
 
-RETRY = 0.9985  # of the bound: below this another way to replicate is worth its time
-ROUNDS = 24  # of pairwise swaps for the first way, twice as many for the layers that need another
-OFFSETS = (-0.5, -0.25, 1.0, -0.8)  # rounding rules tried in turn by step 4
-SMALL = 128  # slots; up to here step 5 is quick, and with so few copies it is often needed
+RETRY = 0.9985  # of the bound: below this, another way to replicate is worth its time
+ROUNDS = 24  # rounds of pairwise swaps; a layer that needs another way to replicate gets twice as many
+OFFSETS = (-0.5, -0.25, 1.0, -0.8)  # step 4 tries these rounding rules in turn
+SMALL = 128  # slots: up to here step 5 is quick, and with so few copies it is often needed
 EXPLORE = 0.995  # of the bound: below this, step 5 is worth its time
-TRIALS = 100  # most copy counts that one round of step 5 tries
+TRIALS = 100  # one round of step 5 tries at most this many copy counts
 
 
 def place(load, *, num_gpus, num_slots, num_nodes=1, num_groups=1):
@@ -40,22 +39,21 @@ def place(load, *, num_gpus, num_slots, num_nodes=1, num_groups=1):
     load       (layers, experts): tokens, seconds, or any measure of work per expert; a layer with no load at
                all is planned as if every expert had the same
     num_gpus   GPUs that share the experts of every layer
-    num_slots  expert slots over all GPUs, at least one per expert; need not divide by num_gpus (see
-               `Placement`)
+    num_slots  expert slots over all GPUs, at least one per expert; need not divide by num_gpus (see `Placement`)
     num_nodes, num_groups
-               group-limited routing (DeepSeek-V3): with more than one of each, and groups divisible by nodes,
-               all the experts of a group stay on one node, and each node is planned by itself; otherwise
-               nodes play no part
+               group-limited routing (DeepSeek-V3): with more than one of each, and groups divisible by nodes, all the
+               experts of a group stay on one node, and each node is planned by itself; otherwise nodes play no part
 
-    Copies of one expert are on distinct GPUs as long as there are GPUs enough. `balancedness` is never below
-    that of greedy replicate-and-pack. With equal splits the two promises can contradict each other (loads 3,
-    2, 1 on two GPUs of two slots: the greedy plan wins by putting both copies of the first expert on one
-    GPU); there the plan carries unequal shares, which `split_batch` also finds by itself. Raises ValueError
-    for impossible arguments.
+    Copies of one expert are on distinct GPUs as long as there are GPUs enough. `balancedness` is never below that of
+    greedy replicate-and-pack. With equal splits the two promises can contradict each other (loads 3, 2, 1 on two GPUs
+    of two slots: the greedy plan wins by putting both copies of the first expert on one GPU); there the plan carries
+    unequal shares, which `split_batch` also finds by itself. Raises ValueError for impossible arguments.
     """
     load = check_load(load)
     num_experts = load.shape[1]
-    _check_positive(num_gpus=num_gpus, num_slots=num_slots, num_nodes=num_nodes, num_groups=num_groups)
+    sizes = {"num_gpus": num_gpus, "num_slots": num_slots, "num_nodes": num_nodes, "num_groups": num_groups}
+    for name, value in sizes.items():
+        check_integer(value, name, 1)
     if num_slots < max(num_experts, num_gpus):
         raise ValueError(
             f"num_slots must be at least one per expert ({num_experts}) and per GPU ({num_gpus}), got {num_slots}"
@@ -65,7 +63,7 @@ def place(load, *, num_gpus, num_slots, num_nodes=1, num_groups=1):
     if num_experts % num_groups:
         raise ValueError(f"num_groups must divide the number of experts ({num_experts}), got {num_groups}")
     planned = np.where(load.sum(axis=1, keepdims=True) > 0, load, 1.0)
-    # Scaling keeps tiny and huge loads away from the ends of float64; by a power of two, it changes no tie.
+    # Scaling keeps tiny and huge loads away from the ends of float64. By a power of two, it rounds nothing.
     planned = np.ldexp(planned, -np.frexp(planned.max(axis=1, keepdims=True))[1])
     if num_nodes > 1 and num_groups > 1 and num_groups % num_nodes == 0:
         if num_slots % num_nodes:
@@ -78,28 +76,21 @@ def place(load, *, num_gpus, num_slots, num_nodes=1, num_groups=1):
     return Placement(slots, load, num_gpus, num_nodes, share)
 
 
-def _check_positive(**values):
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-            raise ValueError(f"{name} must be a positive integer, got {value!r}")
-
-
 def _place_flat(load, num_gpus, num_slots):
-    """Steps 1 to 5 for loads (layers, experts) > 0 in sum; returns slot_expert and share, both (layers,
-    slots)."""
+    """Steps 1 to 5 for loads (layers, experts) > 0 in sum; returns slot_expert and share, both (layers, slots)."""
     num_experts = load.shape[1]
     if num_slots >= num_experts * num_gpus:
         return _everything_everywhere(*load.shape, num_gpus, num_slots)
     cap = num_gpus
     mean = load.sum(axis=1) / num_gpus
-    copies = _replicate(load, num_slots, cap)
+    copies = replicate(load, num_slots, cap)
     heaviest = (load / copies).max(axis=1)
     goal = np.maximum(mean, heaviest) / GOAL  # a busiest GPU below this is good enough
 
-    plan = _pack(load, copies, num_gpus)
-    greedy = _replicate(load, num_slots, num_slots)
-    start = plan.copy() if (greedy == copies).all() else _pack(load, greedy, num_gpus)
-    baseline = _gpu_load(start, load).max(axis=1)  # what greedy replicate-and-pack reaches
+    plan = pack(load, copies, num_gpus)
+    greedy = replicate(load, num_slots, num_slots)
+    start = plan.copy() if (greedy == copies).all() else pack(load, greedy, num_gpus)
+    baseline = plan_load(start, load).max(axis=1)  # what greedy replicate-and-pack reaches
 
     plan = _separate(plan, load, num_gpus)
     peak = _swap(plan, load, goal, ROUNDS)
@@ -107,7 +98,7 @@ def _place_flat(load, num_gpus, num_slots):
         short = np.flatnonzero(peak * RETRY > goal * GOAL)
         if len(short) == 0:
             break
-        other = _pack(load[short], _replicate(load[short], num_slots, cap, offset), num_gpus)
+        other = pack(load[short], replicate(load[short], num_slots, cap, offset), num_gpus)
         other = _separate(other, load[short], num_gpus)
         other_peak = _swap(other, load[short], goal[short], 2 * ROUNDS)
         better = other_peak < peak[short]
@@ -118,7 +109,7 @@ def _place_flat(load, num_gpus, num_slots):
             plan[layer], peak[layer] = _explore(plan[layer], peak[layer], load[layer], goal[layer])
 
     slots = plan[plan >= 0].reshape(len(load), num_slots)
-    share = 1.0 / np.take_along_axis(_count_rows(slots, num_experts), slots, 1)
+    share = 1.0 / np.take_along_axis(count_rows(slots, num_experts), slots, 1)
     for layer in np.flatnonzero(peak > baseline * (1 + 1e-12)):
         slots[layer], share[layer] = _unequal(start[layer], load[layer], num_gpus)
     return slots, share
@@ -127,7 +118,7 @@ def _place_flat(load, num_gpus, num_slots):
 def _everything_everywhere(layers, num_experts, num_gpus, num_slots):
     """Slots enough for every expert on every GPU; what is left over repeats experts and serves nothing."""
     row, share = [], []
-    for size in _slots_per_gpu(num_slots, num_gpus).tolist():
+    for size in gpu_slots(num_slots, num_gpus).tolist():
         row += [i % num_experts for i in range(size)]
         share += [1.0 / num_gpus if i < num_experts else 0.0 for i in range(size)]
     return np.tile(row, (layers, 1)), np.tile(share, (layers, 1))
@@ -154,7 +145,7 @@ def _explore(plan, peak, load, goal):
         if len(trials) == 0:
             break
         loads = np.tile(load, (len(trials), 1))
-        plans = _separate(_pack(loads, trials, num_gpus), loads, num_gpus)
+        plans = _separate(pack(loads, trials, num_gpus), loads, num_gpus)
         peaks = _swap(plans, loads, np.full(len(trials), goal), ROUNDS)
         best = int(peaks.argmin())
         if peaks[best] >= centre_peak:
@@ -168,19 +159,15 @@ def _explore(plan, peak, load, goal):
 
 
 def _place_by_group(load, num_gpus, num_slots, num_nodes, num_groups):
-    """Whole groups to nodes first (as balanced as swaps make them), then each node as a small cluster of its
-    own."""
+    """Whole groups to nodes first (as balanced as swaps make them), then each node as a small cluster of its own."""
     layers, num_experts = load.shape
     size = num_experts // num_groups
     group_load = load.reshape(layers, num_groups, size).sum(axis=2)
-    greedy = _pack(group_load, np.ones((layers, num_groups), np.int64), num_nodes)
+    greedy = pack(group_load, np.ones((layers, num_groups), np.int64), num_nodes)
     swapped = greedy.copy()
     _swap(swapped, group_load, np.zeros(layers), ROUNDS)
     best = None
-    for groups in (
-        swapped,
-        greedy,
-    ):  # the greedy assignment last: its plan is never below the hierarchical baseline
+    for groups in (swapped, greedy):  # a plan on the greedy one is never below the baseline
         experts = (groups[..., None] * size + np.arange(size)).reshape(layers * num_nodes, -1)
         local = np.take_along_axis(np.repeat(load, num_nodes, axis=0), experts, 1)
         local = np.where(local.sum(axis=1, keepdims=True) > 0, local, 1e-12)
@@ -198,11 +185,11 @@ def _place_by_group(load, num_gpus, num_slots, num_nodes, num_groups):
 
 def _peak(slots, share, load, num_gpus):
     slot_load = np.take_along_axis(load, slots, 1) * share
-    first = np.concatenate([[0], np.cumsum(_slots_per_gpu(slots.shape[1], num_gpus))[:-1]])
+    first = np.concatenate([[0], np.cumsum(gpu_slots(slots.shape[1], num_gpus))[:-1]])
     return np.add.reduceat(slot_load, first, axis=1).max(axis=1)
 
 
-def _pack(load, copies, num_gpus):
+def pack(load, copies, num_gpus):
     """Heaviest copy first into the least-loaded GPU with a free slot; ties by expert id, then by GPU id.
 
     Returns (layers, gpus, slots per GPU) expert ids, sorted by weight, -1 where a GPU has one slot less.
@@ -215,7 +202,7 @@ def _pack(load, copies, num_gpus):
     order = np.argsort(-weight, axis=1, kind="stable")
     expert, weight = np.take_along_axis(expert, order, 1), np.take_along_axis(weight, order, 1).T.copy()
 
-    size = _slots_per_gpu(num_slots, num_gpus)
+    size = gpu_slots(num_slots, num_gpus)
     free = np.tile(size, layers)
     gpu_load = np.zeros((layers, num_gpus))
     flat, base = gpu_load.ravel(), rows * num_gpus  # `flat` is a view: one index per layer updates it
@@ -228,7 +215,7 @@ def _pack(load, copies, num_gpus):
         left = free[at] - 1
         free[at] = left
         if not left.all():
-            flat[at[left == 0]] = np.inf  # full
+            flat[at[left == 0]] = np.inf  # this GPU is full
     order = np.argsort(chosen.T, axis=1, kind="stable")
     plan = np.full((layers, num_gpus, size.max()), -1)
     plan[:, np.arange(size.max()) < size[:, None]] = np.take_along_axis(expert, order, 1)
@@ -236,15 +223,13 @@ def _pack(load, copies, num_gpus):
 
 
 def _swap(plan, load, goal, rounds):
-    """Pairwise exchanges, in place, until no GPU is above `goal` (layers,) or the rounds are used up; returns
-    the peak.
+    """Pairwise exchanges, in place, until no GPU is above `goal` (layers,) or the rounds are used up; returns the peak.
 
-    The heavier GPU of a pair gives copy i and takes copy j. That moves w_i - w_j of load; the pair is level
-    when this is half its difference d, and the pair's maximum falls whenever 0 < w_i - w_j < 2 * d / 2. So a
-    swap never hurts.
+    The heavier GPU of a pair gives copy i and takes copy j. That moves w_i - w_j of load; the pair is level when this
+    is half its difference d, and the pair's maximum falls whenever 0 < w_i - w_j < 2 * d / 2. So a swap never hurts.
     """
     _, num_gpus, k = plan.shape
-    weight = _weights(plan, load)
+    weight = slot_weights(plan, load)
     gpu_load = weight.sum(axis=2)
     peak = gpu_load.max(axis=1)
     pairs = num_gpus // 2
@@ -252,17 +237,14 @@ def _swap(plan, load, goal, rounds):
         return peak
     missing = plan < 0
     for turn in range(rounds):
-        # Eight turns pair everyone with eight partners; a layer still far off needs other copies, not more
-        # swaps.
+        # After eight turns every GPU met eight partners. A layer that is still far off needs other copies.
         act = np.flatnonzero((peak > goal) & ((turn < 8) | (peak < 1.03 * goal)))
         if len(act) == 0:
             break
         order = np.argsort(gpu_load[act], axis=1, kind="stable")
-        # Heaviest with lightest first; then every heavy GPU meets a different light one each turn.
+        # The heaviest GPU meets the lightest first; in each turn every heavy GPU meets another light one.
         heavy, light = order[:, ::-1][:, :pairs], np.roll(order[:, :pairs], turn, axis=1)
-        row, column = np.nonzero(
-            np.take_along_axis(gpu_load[act], heavy, 1) > goal[act, None]
-        )  # the others are done
+        row, column = np.nonzero(np.take_along_axis(gpu_load[act], heavy, 1) > goal[act, None])  # the others are done
         layer, h, g = act[row], heavy[row, column], light[row, column]
         half = (gpu_load[layer, h] - gpu_load[layer, g]) / 2
         give, take = weight[layer, h] - half[:, None], weight[layer, g]
@@ -271,7 +253,7 @@ def _swap(plan, load, goal, rounds):
         best = miss.argmin(axis=1)
         i, j = best // k, best % k
         x, y = plan[layer, h, i], plan[layer, g, j]
-        # The pair gets lighter at the top, and no copy joins another copy of its expert.
+        # A swap must lower the busier GPU of the pair, and must not put two copies of an expert on one GPU.
         fits = miss[np.arange(len(layer)), best] < half * (1 - 1e-9)
         fits &= ~((plan[layer, g] == x[:, None]).any(axis=1) | (plan[layer, h] == y[:, None]).any(axis=1))
         layer, h, g, i, j = layer[fits], h[fits], g[fits], i[fits], j[fits]
@@ -286,7 +268,7 @@ def _separate(plan, load, num_gpus):
     """Swap away second copies of an expert on one GPU wherever a GPU without that expert can take one."""
     ordered = np.sort(plan, axis=2)
     twice = ((ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] >= 0)).any(axis=(1, 2))
-    weights = _weights(plan, load) if twice.any() else None
+    weights = slot_weights(plan, load) if twice.any() else None
     for layer in np.flatnonzero(twice):
         rows, weight = plan[layer], weights[layer]
         for _ in range(4 * rows.size):
@@ -296,7 +278,7 @@ def _separate(plan, load, num_gpus):
             gpu, slot = pair
             expert = rows[gpu, slot]
             gpu_load = weight.sum(axis=1)
-            # Candidates: any copy, new to this GPU, on a GPU that lacks the expert.
+            # A candidate is a copy of an expert that this GPU lacks, on a GPU that lacks this expert.
             new = (rows >= 0) & ~np.isin(rows, rows[gpu]) & ~(rows == expert).any(axis=1)[:, None]
             if not new.any():
                 break
@@ -341,12 +323,10 @@ def _next_duplicate(rows):
 
 
 def _unequal(plan, load, num_gpus):
-    """A plan of one layer with distinct copies and unequal shares, no worse than `plan` (gpus, k) with
-    duplicates.
+    """A plan of one layer with distinct copies and unequal shares, no worse than `plan` (gpus, k) with duplicates.
 
-    Two copies on one GPU become one copy with both shares; the slot that falls free takes another expert's
-    copy with share 0. The GPU loads have not changed, and now that shares may differ, water-filling can only
-    lower the peak.
+    Two copies on one GPU become one copy with both shares; the slot that falls free takes another expert's copy with
+    share 0. The GPU loads have not changed, and now that shares may differ, water-filling can only lower the peak.
     """
     num_experts = len(load)
     copies = np.bincount(plan[plan >= 0], minlength=num_experts)

@@ -11,16 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from .checks import check_integer, check_load, check_number
-from .placement import (
-    GOAL,
-    Placement,
-    _count_rows,
-    _gpu_load,
-    _replicate,
-    _slots_per_gpu,
-    check_placement,
-    moves_between,
-)
+from .placement import GOAL, Placement, check_placement, count_rows, gpu_slots, moves_between, plan_load, replicate
 
 __all__ = ["rebalance", "rebuild", "shrink"]
 
@@ -32,8 +23,7 @@ def rebalance(placement, load, *, max_moves=None, target=None, move_cost=0.0):
 
     load       (layers, experts), same shape as the placement's own
     max_moves  most copies to move per layer (None: no limit)
-    target     stop in every layer that has reached this balancedness, 0 < target <= 1 (None: go on while it
-               pays)
+    target     stop in every layer that has reached this balancedness, 0 < target <= 1 (None: go on while it pays)
     move_cost  what one moved copy costs, in the units of `load`: a layer's moves are made only if they lower
                the load of its busiest GPU by more than `move_cost` times their number
 
@@ -45,15 +35,13 @@ def rebalance(placement, load, *, max_moves=None, target=None, move_cost=0.0):
     are compared under equal splits, and the group limits of `place` are not kept.
     """
     check_placement(placement)
-    load = check_load(load)
-    if load.shape != placement.load.shape:
-        raise ValueError(f"load must have the placement's shape {placement.load.shape}, got {load.shape}")
+    load = _check_like(load, placement)
     if max_moves is not None:
         check_integer(max_moves, "max_moves, if not None,", low=0)
     if target is not None and check_number(target, "target, if not None,", positive=True) > 1:
         raise ValueError(f"target must lie in (0, 1], got {target!r}")
     check_number(move_cost, "move_cost")
-    size = _slots_per_gpu(placement.num_slots, placement.num_gpus)
+    size = gpu_slots(placement.num_slots, placement.num_gpus)
     before = np.full((placement.num_layers, placement.num_gpus, size.max()), -1)
     before[:, np.arange(size.max()) < size[:, None]] = placement.slot_expert
     after = _descend(before, load, max_moves, target, move_cost)
@@ -86,33 +74,30 @@ def shrink(placement, lost_gpus, load=None, *, slots_per_gpu=None):
     alive = [g for g in range(placement.num_gpus) if g not in lost]
     if not alive:
         raise ValueError("lost_gpus names every GPU; at least one must be left")
-    load = placement.load if load is None else check_load(load)
-    if load.shape != placement.load.shape:
-        raise ValueError(f"load must have the placement's shape {placement.load.shape}, got {load.shape}")
+    load = placement.load if load is None else _check_like(load, placement)
     num_experts, layers = placement.num_experts, placement.num_layers
     needed = -(-num_experts // len(alive))
-    k = (
-        max(-(-placement.num_slots // placement.num_gpus), needed)
-        if slots_per_gpu is None
-        else int(slots_per_gpu)
-    )
-    held = _slots_per_gpu(placement.num_slots, placement.num_gpus)[alive]
+    k = max(-(-placement.num_slots // placement.num_gpus), needed) if slots_per_gpu is None else int(slots_per_gpu)
+    held = gpu_slots(placement.num_slots, placement.num_gpus)[alive]
     if k < max(needed, held.max()):
-        raise ValueError(
-            f"slots_per_gpu must be at least {max(needed, held.max())} for {len(alive)} GPUs, got {k}"
-        )
+        raise ValueError(f"slots_per_gpu must be at least {max(needed, held.max())} for {len(alive)} GPUs, got {k}")
     kept = np.full((layers, len(alive), k), -1)
     for new, old in enumerate(alive):
         kept[:, new, : held[new]] = placement.slot_expert[:, placement.slot_gpu == old]
     return rebuild(kept, load)
 
 
-def rebuild(held, load):
-    """Complete what GPUs hold now, `held` (layers, gpus, slots) with -1 for a free slot, to a full plan for
-    `load`.
+def _check_like(load, placement):
+    load = check_load(load)
+    if load.shape != placement.load.shape:
+        raise ValueError(f"load must have the placement's shape {placement.load.shape}, got {load.shape}")
+    return load
 
-    Returns (Placement, list of Move); slots in the moves are numbered in the new placement, before and after
-    alike.
+
+def rebuild(held, load):
+    """Complete what GPUs hold now, `held` (layers, gpus, slots) with -1 for a free slot, to a full plan for `load`.
+
+    Returns (Placement, list of Move); slots in the moves are numbered in the new placement, before and after alike.
     """
     layers, num_gpus, _ = held.shape
     plan = held.copy()
@@ -136,14 +121,14 @@ def _fill(rows, load):
         gpu_load = np.where(rows >= 0, per_copy[rows], 0.0).sum(axis=1)
         if len(missing):
             expert = missing[load[missing].argmax()]
-        else:  # the hottest copy that some GPU with room does not hold yet
+        else:  # take the hottest copy that some GPU with room does not hold yet
             order = np.argsort(-per_copy, kind="stable")
             expert = next((e for e in order if (free & ~(rows == e).any(axis=1)).any()), order[0])
         if free.any():
             able = free & ~(rows == expert).any(axis=1)
             gpu = np.where(able if able.any() else free, gpu_load, np.inf).argmin()
             rows[gpu, np.flatnonzero(rows[gpu] < 0)[0]] = expert
-        else:  # over the spare copy whose loss leaves its sisters lightest
+        else:  # replace the spare copy whose loss leaves its sisters lightest
             spare = np.where(copies[rows] > 1, load[rows] / np.maximum(copies[rows] - 1, 1), np.inf)
             gpu, slot = np.unravel_index(spare.argmin(), rows.shape)
             rows[gpu, slot] = expert
@@ -162,14 +147,12 @@ def _descend(before, load, max_moves, target, move_cost):
     mean = load.sum(axis=1) / num_gpus
     num_slots = int((before[0] >= 0).sum())
     useful = min(num_slots, num_gpus * num_experts)
-    lowest = np.maximum(mean, (load / _replicate(load, useful, num_gpus)).max(axis=1)) / GOAL
+    lowest = np.maximum(mean, (load / replicate(load, useful, num_gpus)).max(axis=1)) / GOAL
     goal = lowest if target is None else np.maximum(lowest, mean / target)
-    first = _gpu_load(before, load).max(axis=1)
-    best = MIN_GAIN * first  # net gain of `result`; nothing is taken below the noise
+    first = plan_load(before, load).max(axis=1)
+    best = MIN_GAIN * first  # the net gain of `result`; a gain below the noise is not taken
     at_home = np.zeros((layers, num_experts + 1, num_gpus), dtype=bool)
-    at_home[np.arange(layers)[:, None, None], before, np.arange(num_gpus)[None, :, None]] = (
-        True  # -1 is the extra row
-    )
+    at_home[np.arange(layers)[:, None, None], before, np.arange(num_gpus)[None, :, None]] = True  # -1 is the extra row
     act = np.flatnonzero((mean > 0) & (first > goal))
     for _ in range(4 * num_slots):
         if len(act) == 0 or budget == 0:
@@ -178,14 +161,14 @@ def _descend(before, load, max_moves, target, move_cost):
         moved = ~at_home[act[:, None, None], trial, np.arange(num_gpus)[None, :, None]]
         step = _best_step(trial, load[act], goal[act], budget - moved.sum(axis=(1, 2)))
         plan[act] = trial
-        peak = _gpu_load(trial, load[act]).max(axis=1)
+        peak = plan_load(trial, load[act]).max(axis=1)
         moved = (~at_home[act[:, None, None], trial, np.arange(num_gpus)[None, :, None]]).sum(axis=(1, 2))
         net = first[act] - peak - move_cost * moved
         better = step & (net > best[act] * (1 + 1e-12)) & (moved <= budget)
         result[act[better]], best[act[better]] = trial[better], net[better]
         act = act[step & (peak > goal[act]) & (moved <= budget)]
     for layer in np.flatnonzero((result != before).any(axis=(1, 2))):
-        limit = max(goal[layer], _gpu_load(result[layer][None], load[layer][None]).max())
+        limit = max(goal[layer], plan_load(result[layer][None], load[layer][None]).max())
         _take_back(before[layer], result[layer], load[layer], limit * (1 + 1e-12))
     return result
 
@@ -198,97 +181,119 @@ def _take_back(before, after, load, limit):
         old, new = before[gpu, slot], after[gpu, slot]
         if copies[new] > 1 and old not in after[gpu]:
             after[gpu, slot] = old
-            if _gpu_load(after[None], load[None]).max() <= limit:
+            if plan_load(after[None], load[None]).max() <= limit:
                 copies[old] += 1
                 copies[new] -= 1
             else:
                 after[gpu, slot] = new
 
 
+class _Steps:
+    """What every single step from `plan` (layers, gpus, k) would add to the potential, the summed load above the goal.
+
+    The busiest GPU of a layer is its hot one. Arrays over slots are (layers, gpus, k); an extra expert of no load
+    stands in missing slots. Each of the three kinds returns a table with inf where the step is not possible.
+    """
+
+    def __init__(self, plan, load, goal):
+        layers, _, self.k = plan.shape
+        self.num_experts = load.shape[1]
+        self.row = np.arange(layers)
+        layer = self.row[:, None, None]
+        self.slots, self.real = np.where(plan < 0, self.num_experts, plan), plan >= 0
+        copies = np.maximum(count_rows(self.slots.reshape(layers, -1), self.num_experts + 1), 1)
+        wide = np.concatenate([load, np.zeros((layers, 1))], axis=1)
+        self.weight = (wide / copies)[layer, self.slots]
+        self.over = self.weight.sum(axis=2) - goal[:, None]  # (layers, gpus)
+        self.potential = _above(self.over)
+        self.hot = self.over.argmax(axis=1)
+
+        # When an expert has one copy fewer, or one more, the load of every other GPU that holds it rises, or falls.
+        fewer = (wide / copies / np.maximum(copies - 1, 1))[layer, self.slots]
+        more = (wide / copies / (copies + 1))[layer, self.slots]
+        rise = np.where(self.real, _above(self.over[..., None] + fewer) - self.potential[..., None], 0.0)
+        fall = np.where(self.real, _above(self.over[..., None] - more) - self.potential[..., None], 0.0)
+        flat = (self.slots + layer * (self.num_experts + 1)).ravel()
+        rise_of, self.fall_of = (
+            np.bincount(flat, change.ravel(), layers * (self.num_experts + 1)).reshape(layers, -1)
+            for change in (rise, fall)
+        )
+        self.cost_of_loss = rise_of[layer, self.slots] - rise
+        self.can_lose = self.real & (copies[layer, self.slots] > 1)
+        self.arrival = wide / (copies + 1)  # load of a new copy
+
+        self.hot_slots, self.hot_weight, self.hot_real, self.hot_over = (
+            array[self.row, self.hot] for array in (self.slots, self.weight, self.real, self.over)
+        )
+        same = self.hot_slots[:, :, None, None] == self.slots[:, None, :, :]
+        self.there = same.any(axis=3)  # (layers, k, gpus): the hot GPU's copy i has a sister on that GPU
+        self.here = same.any(axis=1)  # (layers, gpus, k): that copy has a sister on the hot GPU
+
+    def swaps(self):
+        """(layers, k, gpus, k): swap copy i of the hot GPU with any copy elsewhere. Two moves."""
+        shift = self.hot_weight[:, :, None, None] - self.weight[:, None, :, :]
+        swap = _above(self.hot_over[:, None, None, None] - shift) + _above(self.over[:, None, :, None] + shift)
+        swap -= _above(self.hot_over)[:, None, None, None] + self.potential[:, None, :, None]
+        wrong = self.there[..., None] | self.here[:, None] | ~self.real[:, None] | ~self.hot_real[:, :, None, None]
+        swap[wrong] = np.inf
+        return swap
+
+    def shares(self):
+        """(layers, k, gpus, k): a spare copy elsewhere makes room for another copy of the hot GPU's i. One move."""
+        new = self.arrival[self.row[:, None], self.hot_slots][:, :, None, None]
+        share = _above(self.over[:, None, :, None] - self.weight[:, None] + new) - self.potential[:, None, :, None]
+        share += self.cost_of_loss[:, None] + self.fall_of[self.row[:, None], self.hot_slots][:, :, None, None]
+        share[self.there[..., None] | ~self.can_lose[:, None] | ~self.hot_real[:, :, None, None]] = np.inf
+        return share
+
+    def drops(self):
+        """(layers, k, experts): the hot GPU gives up its spare copy i for any expert that it lacks. One move."""
+        n, hot_over = self.num_experts, self.hot_over
+        drop = _above(hot_over[:, None, None] - self.hot_weight[:, :, None] + self.arrival[:, None, :n])
+        loss = self.cost_of_loss[self.row, self.hot][:, :, None]
+        drop += self.fall_of[:, None, :n] - _above(hot_over)[:, None, None] + loss
+        present = np.zeros((len(self.row), n + 1), dtype=bool)
+        present[self.row[:, None], self.hot_slots] = True
+        drop[present[:, None, :n] | ~self.can_lose[self.row, self.hot][:, :, None]] = np.inf
+        return drop
+
+    def apply(self, plan, layer, kind, index):
+        """Make one step in one layer of `plan`, in place: `index` into the flat table of its kind."""
+        hot = self.hot[layer]
+        if kind == 2:
+            i, expert = divmod(int(index), self.num_experts)
+            plan[layer, hot, i] = expert
+            return
+        i, gpu, j = np.unravel_index(index, (self.k, plan.shape[1], self.k))
+        mine, other = plan[layer, hot, i], plan[layer, gpu, j]
+        plan[layer, gpu, j] = mine
+        if kind == 0:
+            plan[layer, hot, i] = other
+
+
+def _above(x):
+    return np.maximum(x, 0.0)
+
+
 def _best_step(plan, load, goal, budget):
-    """Make the best step in every layer, in place; returns (layers,) bool, False where none lowers the
-    potential."""
-    layers, num_gpus, k = plan.shape
-    num_experts = load.shape[1]
-    row = np.arange(layers)
-    above = lambda x: np.maximum(x, 0.0)
-    slots = np.where(plan < 0, num_experts, plan)
-    real = plan >= 0
-    copies = np.maximum(_count_rows(slots.reshape(layers, -1), num_experts + 1), 1)
-    wide = np.concatenate([load, np.zeros((layers, 1))], axis=1)
-    weight = (wide / copies)[row[:, None, None], slots]
-    over = weight.sum(axis=2) - goal[:, None]  # (layers, gpus)
-    potential = above(over)
-    total = potential.sum(axis=1)
-    hot = over.argmax(axis=1)
-
-    # What every other GPU with a copy gains or loses when an expert has one copy fewer, or one more.
-    fewer = (wide / copies / np.maximum(copies - 1, 1))[row[:, None, None], slots]
-    more = (wide / copies / (copies + 1))[row[:, None, None], slots]
-    rise = np.where(real, above(over[..., None] + fewer) - potential[..., None], 0.0)
-    fall = np.where(real, above(over[..., None] - more) - potential[..., None], 0.0)
-    flat = (slots + row[:, None, None] * (num_experts + 1)).ravel()
-    rise_of = np.bincount(flat, rise.ravel(), layers * (num_experts + 1)).reshape(layers, -1)
-    fall_of = np.bincount(flat, fall.ravel(), layers * (num_experts + 1)).reshape(layers, -1)
-    cost_of_loss = rise_of[row[:, None, None], slots] - rise
-    can_lose = real & (copies[row[:, None, None], slots] > 1)
-    arrival = wide / (copies + 1)  # load of a new copy
-
-    hot_slots, hot_weight = slots[row, hot], weight[row, hot]  # (layers, k)
-    hot_real = real[row, hot]
-    same = hot_slots[:, :, None, None] == slots[:, None, :, :]
-    there = same.any(axis=3)  # (layers, k, gpus): the hot GPU's copy i has a sister on that GPU
-    here = same.any(axis=1)  # (layers, gpus, k): that copy has a sister on the hot GPU
-
-    # Swap copy i of the hot GPU with any copy elsewhere: two moves.
-    shift = hot_weight[:, :, None, None] - weight[:, None, :, :]
-    hot_over = over[row, hot]
-    swap = above(hot_over[:, None, None, None] - shift) + above(over[:, None, :, None] + shift)
-    swap -= above(hot_over)[:, None, None, None] + potential[:, None, :, None]
-    swap[there[..., None] | here[:, None] | ~real[:, None] | ~hot_real[:, :, None, None]] = np.inf
-    swap[budget < 2] = np.inf
-
-    # A spare copy elsewhere makes room for one more copy of the hot GPU's expert i: one move.
-    new = arrival[row[:, None], hot_slots][:, :, None, None]
-    share = above(over[:, None, :, None] - weight[:, None] + new) - potential[:, None, :, None]
-    share += cost_of_loss[:, None] + fall_of[row[:, None], hot_slots][:, :, None, None]
-    share[there[..., None] | ~can_lose[:, None] | ~hot_real[:, :, None, None]] = np.inf
-
-    # The hot GPU gives up a spare copy for a copy of any expert it lacks: one move.
-    drop = above(hot_over[:, None, None] - hot_weight[:, :, None] + arrival[:, None, :num_experts])
-    drop += (
-        fall_of[:, None, :num_experts] - above(hot_over)[:, None, None] + cost_of_loss[row, hot][:, :, None]
-    )
-    present = np.zeros((layers, num_experts + 1), dtype=bool)
-    present[row[:, None], hot_slots] = True
-    drop[present[:, None, :num_experts] | ~can_lose[row, hot][:, :, None]] = np.inf
-    share[budget < 1], drop[budget < 1] = np.inf, np.inf
-
-    swap, share, drop = (array.reshape(layers, -1) for array in (swap / 2, share, drop))
-    best = [array.argmin(axis=1) for array in (swap, share, drop)]
-    value = np.stack([array[row, index] for array, index in zip((swap, share, drop), best)])
-    kind = value.argmin(axis=0)
-    done = np.zeros(layers, dtype=bool)
-    for layer in row:
-        # Second chance for a swap: unlike the other two, its value is exact.
+    """Make the best step in every layer, in place; returns (layers,) bool, False where none lowers the potential."""
+    steps = _Steps(plan, load, goal)
+    swap, share, drop = steps.swaps(), steps.shares(), steps.drops()
+    swap[budget < 2], share[budget < 1], drop[budget < 1] = np.inf, np.inf, np.inf
+    tables = [table.reshape(len(plan), -1) for table in (swap / 2, share, drop)]  # per move
+    best = [table.argmin(axis=1) for table in tables]
+    value = np.stack([table[steps.row, index] for table, index in zip(tables, best)])
+    kind, total = value.argmin(axis=0), steps.potential.sum(axis=1)
+    done = np.zeros(len(plan), dtype=bool)
+    for layer in steps.row:
+        # A swap gets a second chance: unlike the values of the other two kinds, its value is exact.
         for choice in dict.fromkeys((int(kind[layer]), 0)):
             if not value[choice, layer] < -1e-12 * (total[layer] + 1e-300):
                 continue
             old = plan[layer].copy()
-            if choice == 2:
-                i, expert = divmod(int(best[2][layer]), num_experts)
-                plan[layer, hot[layer], i] = expert
-            else:
-                i, gpu, j = np.unravel_index(best[choice][layer], (k, num_gpus, k))
-                if choice == 0:
-                    plan[layer, hot[layer], i], plan[layer, gpu, j] = (
-                        plan[layer, gpu, j],
-                        plan[layer, hot[layer], i],
-                    )
-                else:
-                    plan[layer, gpu, j] = plan[layer, hot[layer], i]
-            now = _gpu_load(plan[layer][None], load[layer][None])[0]
-            if above(now - goal[layer]).sum() < total[layer]:
+            steps.apply(plan, layer, choice, best[choice][layer])
+            now = plan_load(plan[layer][None], load[layer][None])[0]
+            if _above(now - goal[layer]).sum() < total[layer]:
                 done[layer] = True
                 break
             plan[layer] = old
