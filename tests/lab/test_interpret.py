@@ -71,3 +71,22 @@ def test_has_triton_does_not_import_it():
         ).strip()
         == "False"
     )
+
+
+def test_an_older_triton_counts_loops_under_a_newer_numpy():
+    """The pair is played: the mended function must do its work with the Triton that is installed too."""
+    pytest.importorskip("triton")
+    out = python(
+        """
+from ladder.lab import interpret
+interpret._release = {"triton": (3, 6), "numpy": (2, 4)}.get
+interpret.enable()
+interpret.enable()
+import torch
+from triton.runtime import interpreter
+from ladder.step05_fused import attention
+q = torch.randn(1, 2, 40, 16)
+print(interpreter._patch_lang_tensor.__wrapped__.__module__, attention(q, q, q, causal=True).isfinite().all().item())
+"""
+    )
+    assert out.split() == ["triton.runtime.interpreter", "True"]
