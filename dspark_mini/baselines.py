@@ -10,6 +10,7 @@ import numpy as np
 from .checks import check_load
 from .placement import Placement, count_rows, replicate
 from .placing import pack
+from .split import split_batch
 
 __all__ = ["contiguous", "equal_split", "least_loaded", "replicate_and_pack", "round_robin"]
 
@@ -78,3 +79,6 @@ def equal_split(counts, placement, layer):
     for expert_slots in placement.slots_of(layer):
         rank[list(expert_slots)] = np.arange(len(expert_slots))
     return counts[slots] // copies[slots] + (rank < counts[slots] % copies[slots])
+
+
+DIVISION_RULES = {"split_batch": split_batch, "equal_split": equal_split}  # for `moe_forward(split=...)` and the benchmark

@@ -200,20 +200,20 @@ def _split(record, traces):
 
 
 def _split_batches(record, name, plan, size, batches):
-    values, times, over, behind = {"equal_split": [], "split_batch": [], "LP": []}, [], 0, 0
+    values, times, over, behind = {name: [] for name in (*baselines.DIVISION_RULES, "LP")}, [], 0, 0
     for batch, layer in itertools.product(batches, range(0, plan.num_layers, 2)):
         counts = batch[layer]
         split_batch(counts, plan, layer)
         start = time.thread_time()
-        tokens = split_batch(counts, plan, layer)
+        split_batch(counts, plan, layer)
         times.append(time.thread_time() - start)
-        peak = int(gpu_tokens(tokens, plan).max())
-        equal = int(gpu_tokens(baselines.equal_split(counts, plan, layer), plan).max())
-        best, mean = lp_peak(plan, layer, counts), counts.sum() / 8
-        for impl, busiest in (("split_batch", peak), ("equal_split", equal), ("LP", best)):
+        rules = baselines.DIVISION_RULES.items()
+        peaks = {name: int(gpu_tokens(rule(counts, plan, layer), plan).max()) for name, rule in rules}
+        peak, best, mean = peaks["split_batch"], lp_peak(plan, layer, counts), counts.sum() / 8
+        for impl, busiest in (peaks | {"LP": best}).items():
             values[impl].append(mean / busiest)
         over += peak > np.ceil(best - 1e-6) or split_bound(counts, plan, layer)[0] != peak
-        behind += peak > equal
+        behind += peak > peaks["equal_split"]
     case = {"routing": name, "gpus": 8, "slots": plan.num_slots, "batch": size, "batches x layers": len(times)}
     add = partial(record.add, 2, case)
     for impl, v in values.items():

@@ -11,7 +11,16 @@ from dataclasses import replace
 import numpy as np
 
 from .checks import check_integer, check_load, check_number
-from .placement import GOAL, Placement, check_placement, count_rows, gpu_slots, moves_between, plan_load, replicate
+from .placement import (
+    GOAL,
+    Placement,
+    check_placement,
+    count_rows,
+    gpu_slots,
+    moves_between,
+    plan_load,
+    replicate,
+)
 
 __all__ = ["rebalance", "rebuild", "shrink"]
 

@@ -2,7 +2,15 @@
 
 import torch
 
-from ladder.contract import check_flag, check_integer, check_out, check_paged, expect, kernel_entry, merge_config
+from ladder.contract import (
+    check_flag,
+    check_integer,
+    check_out,
+    check_paged,
+    expect,
+    kernel_entry,
+    merge_config,
+)
 from ladder.step05_fused.attention import scale_factors
 from ladder.step06_paged.attention import choose_num_splits, processors
 

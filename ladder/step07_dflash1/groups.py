@@ -4,7 +4,16 @@ from dataclasses import dataclass
 
 import torch
 
-from ladder.contract import INT32, INTEGERS, check_bounds, check_integer, check_out, expect, kernel_entry, merge_config
+from ladder.contract import (
+    INT32,
+    INTEGERS,
+    check_bounds,
+    check_integer,
+    check_out,
+    expect,
+    kernel_entry,
+    merge_config,
+)
 
 from .checks import RUNG, check_rows, device_code
 

@@ -14,7 +14,12 @@ from ladder.chapters.ch08_dflash2 import plots as plots_dflash2
 from ladder.chapters.ch08_dflash2 import simulate as schedules
 from ladder.chapters.ch08_dflash2 import solutions as solutions_dflash2
 from ladder.chapters.ch08_dflash2 import tables as dflash2
-from ladder.chapters.ch08_dflash2.widgets import OverlapExplorer, PrefillRoofline, ScheduleExplorer, WindowExplorer
+from ladder.chapters.ch08_dflash2.widgets import (
+    OverlapExplorer,
+    PrefillRoofline,
+    ScheduleExplorer,
+    WindowExplorer,
+)
 from ladder.chapters.explorer import VIEW
 from ladder.lab import results
 from ladder.lab.problem import AttentionProblem

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark_mini import Placement, assign_sources, bundled_trace, gpu_tokens, place, split_batch, split_bound
-from dspark_mini.baselines import equal_split
+from dspark_mini.baselines import DIVISION_RULES, equal_split
 from dspark_mini.bench import best_ms
 from dspark_mini.exact import lp_peak
 
@@ -37,6 +37,17 @@ def test_splits_are_optimal_conserve_tokens_and_prove_it(case):
     inside = [e for e in range(len(counts)) if set(plan.slot_gpu[plan.slot_expert[0] == e]) <= set(gpus)]
     assert -(-counts[inside].sum() // len(gpus)) == bound  # the certificate, by hand
     assert peak <= gpu_tokens(equal_split(counts, plan, 0), plan).max()
+
+
+@pytest.mark.parametrize("rule", DIVISION_RULES)
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_every_division_rule_conserves_tokens_and_none_beats_the_optimum(rule, case):
+    plan, counts = case
+    tokens = DIVISION_RULES[rule](counts, plan, 0)
+    assert tokens.dtype == np.int64 and tokens.shape == (plan.num_slots,) and (tokens >= 0).all()
+    assert (np.bincount(plan.slot_expert[0], tokens, len(counts)) == counts).all()
+    assert gpu_tokens(tokens, plan).max() >= split_bound(counts, plan, 0)[0]
 
 
 def test_a_chain_of_experts_relieves_a_busy_gpu():

@@ -4,7 +4,18 @@ import math
 
 import torch
 
-from ladder.chapters.exercise import NotYet, _close, _exercise, _held, _noise, _number, _tensor, check, hint, solution
+from ladder.chapters.exercise import (
+    NotYet,
+    _close,
+    _exercise,
+    _held,
+    _noise,
+    _number,
+    _tensor,
+    check,
+    hint,
+    solution,
+)
 from ladder.lab.problem import reference
 
 __all__ = ["check", "hint", "solution"]  # what a notebook calls

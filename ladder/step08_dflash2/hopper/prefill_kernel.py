@@ -40,7 +40,6 @@ from .work import (
     dflash2_work,
 )
 
-
 # What one launch was given: pointers, lengths, strides and numbers, the same for all its programs.
 Call = record("Call", """
     out_ptr lse_ptr sinks_ptr cu_q_ptr cu_k_ptr seq_lens_ptr table_ptr stride_om stride_oh stride_ob stride_lse
