@@ -21,8 +21,8 @@ def lp_peak(placement, layer, load):
 def exact_step(problem):
     """The optimal step time in seconds of a `planner.Problem`, or None if memory cannot hold all requests.
 
-    A mixed-integer program in x[r, w] (request r runs on worker w), y[g, w] (prefix g is computed there) and T, which is
-    counted in units of 1e-4 s, since the solver's tolerances are absolute.
+    A mixed-integer program in x[r, w] (request r runs on worker w), y[g, w] (prefix g is computed there) and T. It
+    counts T in units of 1e-4 s, since the solver's tolerances are absolute.
     """
     p = problem
     cost, need = p.cost_matrix()
