@@ -177,23 +177,15 @@ def _layers(trace, half, experts, placement, split, tokens, layers, dtype, devic
     predicted = predict_layers(batches, placement, split, ranks=ranks, tokens=tokens, sizes=sizes)
     bytes_row = sizes["dim"] * (4 if dtype == torch.float32 else 2)
     wait = every[..., 0].max(axis=0).sum()
+    said = {f"{name}_s": predicted.phases[name] / steps for name in ("experts", "exchange")}
+    said |= {"balancedness": predicted.balancedness, "utilisation": predicted.expert_utilisation.tolist()}
     return {
-        "tokens_per_rank": tokens,
-        "step_s": total / steps,
-        "experts_s": slowest[0],
-        "exchange_s": slowest[1],
-        "planning_s": slowest[2],
-        "bytes_sent": (sent * bytes_row // steps).tolist(),
+        "tokens_per_rank": tokens, "step_s": total / steps, "experts_s": slowest[0], "exchange_s": slowest[1],
+        "planning_s": slowest[2], "bytes_sent": (sent * bytes_row // steps).tolist(),
         "rank_rows": rows.sum(axis=(0, 1)).tolist(),
         "balancedness": float(np.mean(balancedness(rows.reshape(-1, ranks)))),
-        "utilisation": (busy / wait).tolist(),
-        "predicted": {
-            "experts_s": predicted.phases["experts"] / steps,
-            "exchange_s": predicted.phases["exchange"] / steps,
-            "balancedness": predicted.balancedness,
-            "utilisation": predicted.expert_utilisation.tolist(),
-        },
-    }
+        "utilisation": (busy / wait).tolist(), "predicted": said,
+    }  # fmt: skip
 
 
 def in_order(load, ranks, slots):
@@ -223,13 +215,9 @@ def _migration(start, plan, dtype, device, ranks, sizes):
     right = gather_rows(np.array([right]), None, ranks).all()
     most, link = int(arriving.max()), Topology().intra
     predicted = len({m.layer for m in moves}) * link.latency_s + most / link.bytes_per_s
-    before, after = start.gpu_load, plan.gpu_load
+    balance = [float(np.mean(p.balancedness)) for p in (start, plan)]
     return {
-        "copies": len(moves),
-        "bytes_received": arriving.tolist(),
-        "seconds": min(seconds),
-        "gb_s": most / min(seconds) / 1e9,
-        "weights_right": bool(right),
-        "balancedness": [float(np.mean(balancedness(before))), float(np.mean(balancedness(after)))],
+        "copies": len(moves), "bytes_received": arriving.tolist(), "seconds": min(seconds),
+        "gb_s": most / min(seconds) / 1e9, "weights_right": bool(right), "balancedness": balance,
         "predicted_s": predicted,
-    }
+    }  # fmt: skip

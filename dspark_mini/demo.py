@@ -136,13 +136,10 @@ def survive_demo(*, ranks=4, lose=2, how="kill", step=3, jobs=24, timeout_s=3.0,
     reports = run_ranks(serve, ranks, config, work, options, timeout_s=limit_s, may_die=[lose])
     main = next(r for r in reports if r and "outputs" in r)
     died = main["faults"][lose]
-    noticed = {
-        r["rank"]: round(next(e["time"] for e in r["events"] if e["kind"] == "noticed") - died, 4)
-        for r in reports
-        if r and r["rank"] != lose
-    }
-    resumed = next(e for e in main["events"] if e["kind"] == "resumed")
-    moved = next(e for e in main["events"] if e["kind"] == "moved" and e["time"] > died)
+    first = lambda r, kind, after=0.0: next(e for e in r["events"] if e["kind"] == kind and e["time"] > after)
+    survivors = [r for r in reports if r and r["rank"] != lose]
+    noticed = {r["rank"]: round(first(r, "noticed")["time"] - died, 4) for r in survivors}
+    resumed, moved = first(main, "resumed"), first(main, "moved", died)
     return {
         "ranks": ranks,
         "lost": lose,

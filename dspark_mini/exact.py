@@ -21,7 +21,8 @@ def lp_peak(placement, layer, load):
 def exact_step(problem):
     """The optimal step time in seconds of a `planner.Problem`, or None if memory cannot hold all requests.
 
-    A mixed-integer program in x[r, w] (request r runs on worker w), y[g, w] (prefix g is computed there) and T.
+    A mixed-integer program in x[r, w] (request r runs on worker w), y[g, w] (prefix g is computed there) and T. It
+    counts T in units of 1e-4 s, since the solver's tolerances are absolute.
     """
     p = problem
     cost, need = p.cost_matrix()
@@ -44,8 +45,8 @@ def exact_step(problem):
     for k in range(w):
         new = np.flatnonzero(~p.cached[:, k])
         here, prefixes = np.concatenate([x[:, k], y[new, k]]), p.prefix_tokens[new]
-        seconds = np.concatenate([cost[:, k], prefixes * p.token_s[k], [-1]])
-        add(np.append(here, size - 1), seconds, -np.inf, -p.load[k])
+        seconds = np.concatenate([cost[:, k], prefixes * p.token_s[k]])
+        add(np.append(here, size - 1), np.append(1e4 * seconds, -1), -np.inf, -1e4 * p.load[k])
         add(here, np.concatenate([need[:, k], prefixes]), -np.inf, p.free[k])
     objective = np.zeros(size)
     objective[-1] = 1
@@ -56,4 +57,7 @@ def exact_step(problem):
         bounds=Bounds(0, np.append(np.ones(size - 1), np.inf)),
         options={"mip_rel_gap": 0},
     )
-    return result.fun if result.status == 0 else None
+    if result.status != 0:
+        return None
+    # HiGHS takes a number within 1e-6 of an integer for one, so the plan is read and priced anew.
+    return float(p.evaluate(result.x[x].argmax(axis=1))[0].max())

@@ -81,25 +81,23 @@ def _place_flat(load, num_gpus, num_slots):
     num_experts = load.shape[1]
     if num_slots >= num_experts * num_gpus:
         return _everything_everywhere(*load.shape, num_gpus, num_slots)
-    cap = num_gpus
-    mean = load.sum(axis=1) / num_gpus
-    copies = replicate(load, num_slots, cap)
+    copies = replicate(load, num_slots, num_gpus)
     heaviest = (load / copies).max(axis=1)
-    goal = np.maximum(mean, heaviest) / GOAL  # a busiest GPU below this is good enough
+    goal = np.maximum(load.sum(axis=1) / num_gpus, heaviest) / GOAL  # a busiest GPU below this is good enough
 
     plan = pack(load, copies, num_gpus)
     greedy = replicate(load, num_slots, num_slots)
     start = plan.copy() if (greedy == copies).all() else pack(load, greedy, num_gpus)
     baseline = plan_load(start, load).max(axis=1)  # what greedy replicate-and-pack reaches
 
-    plan = _separate(plan, load, num_gpus)
+    plan = _separate(plan, load)
     peak = _swap(plan, load, goal, ROUNDS)
     for offset in OFFSETS:
         short = np.flatnonzero(peak * RETRY > goal * GOAL)
         if len(short) == 0:
             break
-        other = pack(load[short], replicate(load[short], num_slots, cap, offset), num_gpus)
-        other = _separate(other, load[short], num_gpus)
+        other = pack(load[short], replicate(load[short], num_slots, num_gpus, offset), num_gpus)
+        other = _separate(other, load[short])
         other_peak = _swap(other, load[short], goal[short], 2 * ROUNDS)
         better = other_peak < peak[short]
         plan[short[better]], peak[short[better]] = other[better], other_peak[better]
@@ -145,7 +143,7 @@ def _explore(plan, peak, load, goal):
         if len(trials) == 0:
             break
         loads = np.tile(load, (len(trials), 1))
-        plans = _separate(pack(loads, trials, num_gpus), loads, num_gpus)
+        plans = _separate(pack(loads, trials, num_gpus), loads)
         peaks = _swap(plans, loads, np.full(len(trials), goal), ROUNDS)
         best = int(peaks.argmin())
         if peaks[best] >= centre_peak:
@@ -166,7 +164,7 @@ def _place_by_group(load, num_gpus, num_slots, num_nodes, num_groups):
     greedy = pack(group_load, np.ones((layers, num_groups), np.int64), num_nodes)
     swapped = greedy.copy()
     _swap(swapped, group_load, np.zeros(layers), ROUNDS)
-    best = None
+    found = []
     for groups in (swapped, greedy):  # a plan on the greedy one is never below the baseline
         experts = (groups[..., None] * size + np.arange(size)).reshape(layers * num_nodes, -1)
         local = np.take_along_axis(np.repeat(load, num_nodes, axis=0), experts, 1)
@@ -174,13 +172,9 @@ def _place_by_group(load, num_gpus, num_slots, num_nodes, num_groups):
         slots, share = _place_flat(local, num_gpus // num_nodes, num_slots // num_nodes)
         slots = np.take_along_axis(experts, slots, 1).reshape(layers, num_slots)
         share = share.reshape(layers, num_slots)
-        peak = _peak(slots, share, load, num_gpus)
-        if best is None:
-            best = slots, share, peak
-        else:
-            better = peak < best[2]
-            best[0][better], best[1][better] = slots[better], share[better]
-    return best[:2]
+        found.append((slots, share, _peak(slots, share, load, num_gpus)[:, None]))
+    better = found[1][2] < found[0][2]
+    return tuple(np.where(better, found[1][i], found[0][i]) for i in (0, 1))
 
 
 def _peak(slots, share, load, num_gpus):
@@ -264,7 +258,7 @@ def _swap(plan, load, goal, rounds):
     return peak
 
 
-def _separate(plan, load, num_gpus):
+def _separate(plan, load):
     """Swap away second copies of an expert on one GPU wherever a GPU without that expert can take one."""
     ordered = np.sort(plan, axis=2)
     twice = ((ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] >= 0)).any(axis=(1, 2))

@@ -51,15 +51,11 @@ def rebalance(placement, load, *, max_moves=None, target=None, move_cost=0.0):
         raise ValueError(f"target must lie in (0, 1], got {target!r}")
     check_number(move_cost, "move_cost")
     size = gpu_slots(placement.num_slots, placement.num_gpus)
-    before = np.full((placement.num_layers, placement.num_gpus, size.max()), -1)
-    before[:, np.arange(size.max()) < size[:, None]] = placement.slot_expert
-    after = _descend(before, load, max_moves, target, move_cost)
-    new = Placement(
-        _stay(before, after).reshape(placement.num_layers, -1)[:, _real(size)],
-        load,
-        placement.num_gpus,
-        placement.num_nodes,
-    )
+    real = np.arange(size.max()) < size[:, None]  # (gpus, k)
+    before = np.full((placement.num_layers, *real.shape), -1)
+    before[:, real] = placement.slot_expert
+    after = _stay(before, _descend(before, load, max_moves, target, move_cost))
+    new = Placement(after[:, real], load, placement.num_gpus, placement.num_nodes)
     kept = (new.slot_expert == placement.slot_expert).all(axis=1)
     share = np.where(kept[:, None], placement.share, new.share)
     new = replace(new, share=share, _cache={})
@@ -143,10 +139,6 @@ def _fill(rows, load):
             rows[gpu, slot] = expert
 
 
-def _real(size):
-    return (np.arange(size.max()) < size[:, None]).ravel()
-
-
 def _descend(before, load, max_moves, target, move_cost):
     """The search of `rebalance`; plans are (layers, gpus, k) with -1 for missing slots."""
     layers, num_gpus, _ = before.shape
@@ -162,20 +154,24 @@ def _descend(before, load, max_moves, target, move_cost):
     best = MIN_GAIN * first  # the net gain of `result`; a gain below the noise is not taken
     at_home = np.zeros((layers, num_experts + 1, num_gpus), dtype=bool)
     at_home[np.arange(layers)[:, None, None], before, np.arange(num_gpus)[None, :, None]] = True  # -1 is the extra row
+
+    def moved(trial):
+        """(active layers,): how many copies of `trial` were not on their GPU before."""
+        return (~at_home[act[:, None, None], trial, np.arange(num_gpus)[None, :, None]]).sum(axis=(1, 2))
+
     act = np.flatnonzero((mean > 0) & (first > goal))
     for _ in range(4 * num_slots):
         if len(act) == 0 or budget == 0:
             break
         trial = plan[act]
-        moved = ~at_home[act[:, None, None], trial, np.arange(num_gpus)[None, :, None]]
-        step = _best_step(trial, load[act], goal[act], budget - moved.sum(axis=(1, 2)))
+        step = _best_step(trial, load[act], goal[act], budget - moved(trial))
         plan[act] = trial
         peak = plan_load(trial, load[act]).max(axis=1)
-        moved = (~at_home[act[:, None, None], trial, np.arange(num_gpus)[None, :, None]]).sum(axis=(1, 2))
-        net = first[act] - peak - move_cost * moved
-        better = step & (net > best[act] * (1 + 1e-12)) & (moved <= budget)
+        moves = moved(trial)
+        net = first[act] - peak - move_cost * moves
+        better = step & (net > best[act] * (1 + 1e-12)) & (moves <= budget)
         result[act[better]], best[act[better]] = trial[better], net[better]
-        act = act[step & (peak > goal[act]) & (moved <= budget)]
+        act = act[step & (peak > goal[act]) & (moves <= budget)]
     for layer in np.flatnonzero((result != before).any(axis=(1, 2))):
         limit = max(goal[layer], plan_load(result[layer][None], load[layer][None]).max())
         _take_back(before[layer], result[layer], load[layer], limit * (1 + 1e-12))

@@ -165,17 +165,9 @@ class Result:
 
 
 def simulate(
-    counts,
-    placement,
-    *,
-    topology,
-    model,
-    load,
-    gpu=H200,
-    split=split_batch,
-    attention_speedup=1.0,
+    counts, placement, *, topology, model, load, gpu=H200, split=split_batch, attention_speedup=1.0,
     spread_requests=False,
-):
+):  # fmt: skip
     """Run batches through the model on a simulated cluster; returns a `Result`.
 
     counts            sequence of (layers, experts) int64, one per batch, such as `Trace.batches` yields
@@ -192,9 +184,8 @@ def simulate(
     if placement.num_gpus != gpus:
         raise ValueError(f"placement must be for the topology's {gpus} GPUs, got {placement.num_gpus}")
     if not counts or any(c.shape != placement.load.shape for c in counts):
-        raise ValueError(
-            f"counts must be a sequence of {placement.load.shape} arrays, got {[c.shape for c in counts[:3]]}"
-        )
+        shapes = [c.shape for c in counts[:3]]
+        raise ValueError(f"counts must be a sequence of {placement.load.shape} arrays, got {shapes}")
     layers = len(counts[0])
     owner = np.arange(len(load.new_tokens)) % gpus
     if spread_requests:
@@ -221,15 +212,9 @@ def simulate(
     runs = len(counts) * layers
     phases = {"attention": attention.max() * runs, "exchange": exchange_s, "experts": float(slowest)}
     expert_busy = experts_s.sum(axis=(0, 1))
-    return Result(
-        served,
-        attention * runs + expert_busy,
-        float(sum(phases.values())),
-        load.tokens * len(counts),
-        phases,
-        expert_busy,
-        float(served.mean(axis=2).sum() / max(bound, 1)),
-    )
+    busy, step_s = attention * runs + expert_busy, float(sum(phases.values()))
+    reached = float(served.mean(axis=2).sum() / max(bound, 1))
+    return Result(served, busy, step_s, load.tokens * len(counts), phases, expert_busy, reached)
 
 
 def _roofline(flops, num_bytes, gpu):
