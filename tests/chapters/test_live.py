@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from support import ROOT
 
 pytest.importorskip("ipywidgets")
 
@@ -54,6 +55,15 @@ def test_without_a_gpu_one_line_says_what_would_happen(capsys):
     assert live.compare(5) is None
     line = capsys.readouterr().out
     assert line.count("\n") == 1 and "step05_fused against step04_gqa and float64" in line
+
+
+@pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
+def test_every_chapter_has_its_live_cell(rung):
+    """nbval leaves the cell out, for on a GPU it shows that GPU; what is committed is the line of a CPU."""
+    notebook = json.loads((ROOT / "notebooks" / f"{rung.name.removeprefix('step')}.ipynb").read_text())
+    cells = [c for c in notebook["cells"] if f'live.compare("{rung.name}")' in "".join(c["source"])]
+    assert len(cells) == 1 and cells[0]["metadata"]["tags"] == ["nbval-ignore-output"]
+    assert "".join(cells[0]["outputs"][0]["text"]) == live._without_gpu(rung) + "\n" and len(cells[0]["outputs"]) == 1
 
 
 def test_a_wrong_rung_is_seen(measured, monkeypatch):
