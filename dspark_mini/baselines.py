@@ -81,4 +81,5 @@ def equal_split(counts, placement, layer):
     return counts[slots] // copies[slots] + (rank < counts[slots] % copies[slots])
 
 
-DIVISION_RULES = {"split_batch": split_batch, "equal_split": equal_split}  # for `moe_forward(split=...)` and the benchmark
+# for `moe_forward(split=...)` and the benchmark
+DIVISION_RULES = {"split_batch": split_batch, "equal_split": equal_split}
