@@ -20,27 +20,47 @@ own rules.
 import torch
 
 from ladder.contract import (
-    check_cu_seqlens,
+    INTEGERS,
     check_flag,
     check_integer,
-    check_paged,
-    check_strided,
     graph_entry,
 )
+from ladder.rungs import MAX_HEAD_DIM
 from ladder.step08_dflash2 import RangeWindows, dflash2_decode
 from ladder.step08_dflash2.api import dense, paged_prefill, varlen
 from ladder.step08_dflash2.checks import check_options
-from ladder.step08_dflash2.dispatch import RUNG
 from ladder.step08_dflash2.schedule import get_decode_schedule
+
+from .flash_attn_cache import (
+    append_rows,
+    check_before_append,
+    check_room,
+    pages_of_sequences,
+    places,
+    rotate,
+    skip_leftpad,
+)
+from .flash_attn_checks import (
+    check_bounded,
+    check_new_keys,
+    check_pairs,
+    check_queries,
+    check_rotary,
+    check_starts_of,
+    check_tensor,
+    check_used,
+    lengths_of,
+    one_sinks,
+    readable,
+    refuse,
+)
 
 __all__ = [
     "flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
     "get_scheduler_metadata",
 ]  # fmt: skip
 
-MAX_HEAD_DIM = 256  # of step 08; wider values are computed in column blocks of so many
 MAX_DECODE_TOKENS = 16
-INTEGERS = (torch.int32, torch.int64)
 
 
 @graph_entry
@@ -68,12 +88,12 @@ def flash_attn_func(
         NotImplementedError: naming the argument. TypeError, ValueError: as ``ladder.step08_dflash2.dflash2_attention``.
     """
     name = "flash_attn_func"
-    _refuse(name, qv, q_descale, k_descale, v_descale, attention_chunk, q)
-    _tensor(name, "q", q, "B", "Sq", "Hq", "D")
-    _tensor(name, "k", k, q.shape[0], "Sk", "Hkv", q.shape[3], like=q)
-    _tensor(name, "v", v, *k.shape[:3], "Dv", like=q)
+    refuse(name, qv, q_descale, k_descale, v_descale, attention_chunk, q)
+    check_tensor(name, "q", q, "B", "Sq", "Hq", "D")
+    check_tensor(name, "k", k, q.shape[0], "Sk", "Hkv", q.shape[3], like=q)
+    check_tensor(name, "v", v, *k.shape[:3], "Dv", like=q)
     check_flag(name, "return_attn_probs", return_attn_probs)
-    sinks = _sinks(name, learnable_sink, s_aux)
+    sinks = one_sinks(name, learnable_sink, s_aux)
     causal, windows, right = _mask(name, causal, window_size, q.shape[1], k.shape[1])
 
     def run(q, k, v, sinks):
@@ -117,22 +137,24 @@ def flash_attn_varlen_func(
         As ``flash_attn_func``.
     """
     name = "flash_attn_varlen_func"
-    _refuse(name, qv, q_descale, k_descale, v_descale, attention_chunk, q)
-    _tensor(name, "q", q, "total_q", "Hq", "D")
-    _tensor(name, "k", k, "total_k", "Hkv", q.shape[2], like=q)
-    _tensor(name, "v", v, *k.shape[:2], "Dv", like=q)
-    batch = _starts(name, "cu_seqlens_q", cu_seqlens_q, "B + 1", q, q.shape[0] if seqused_q is not None else None)
-    _starts(name, "cu_seqlens_k", cu_seqlens_k, batch + 1, q, k.shape[0] if seqused_k is not None else None)
-    _used(name, "seqused_q", seqused_q, cu_seqlens_q, batch, q)
-    _used(name, "seqused_k", seqused_k, cu_seqlens_k, batch, q)
+    refuse(name, qv, q_descale, k_descale, v_descale, attention_chunk, q)
+    check_tensor(name, "q", q, "total_q", "Hq", "D")
+    check_tensor(name, "k", k, "total_k", "Hkv", q.shape[2], like=q)
+    check_tensor(name, "v", v, *k.shape[:2], "Dv", like=q)
+    batch = check_starts_of(
+        name, "cu_seqlens_q", cu_seqlens_q, "B + 1", q, q.shape[0] if seqused_q is not None else None
+    )
+    check_starts_of(name, "cu_seqlens_k", cu_seqlens_k, batch + 1, q, k.shape[0] if seqused_k is not None else None)
+    check_used(name, "seqused_q", seqused_q, cu_seqlens_q, batch, q)
+    check_used(name, "seqused_k", seqused_k, cu_seqlens_k, batch, q)
     max_seqlen_q, max_seqlen_k = (
         None if most is None else check_integer(name, argument, most, 0, optional=True)
         for argument, most in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
     )
-    _bounded(name, "max_seqlen_q", max_seqlen_q, cu_seqlens_q, seqused_q)
-    _bounded(name, "max_seqlen_k", max_seqlen_k, cu_seqlens_k, seqused_k)
+    check_bounded(name, "max_seqlen_q", max_seqlen_q, cu_seqlens_q, seqused_q)
+    check_bounded(name, "max_seqlen_k", max_seqlen_k, cu_seqlens_k, seqused_k)
     check_flag(name, "return_attn_probs", return_attn_probs)
-    sinks = _sinks(name, learnable_sink, s_aux)
+    sinks = one_sinks(name, learnable_sink, s_aux)
     causal, windows, right = _mask(name, causal, window_size, max_seqlen_q, max_seqlen_k)
 
     def run(q, k, v, sinks):
@@ -203,68 +225,68 @@ def flash_attn_with_kvcache(
     """
     name = "flash_attn_with_kvcache"
     # 1. What does not depend on the batch.
-    _refuse(name, qv, q_descale, k_descale, v_descale, attention_chunk, q)
-    sinks = _sinks(name, learnable_sink, s_aux)
+    refuse(name, qv, q_descale, k_descale, v_descale, attention_chunk, q)
+    sinks = one_sinks(name, learnable_sink, s_aux)
     check_flag(name, "return_softmax_lse", return_softmax_lse)
     check_flag(name, "rotary_interleaved", rotary_interleaved)
     num_splits = 0 if num_splits is None else check_integer(name, "num_splits", num_splits, 0)
     if scheduler_metadata is not None:
-        _tensor(name, "scheduler_metadata", scheduler_metadata, "slots", 4, dtypes=INTEGERS[:1])
-    _check_pairs(name, k, v, rotary_cos, rotary_sin)
-    max_seqlen_q = _check_queries(name, q, cu_seqlens_q, max_seqlen_q)
+        check_tensor(name, "scheduler_metadata", scheduler_metadata, "slots", 4, dtypes=INTEGERS[:1])
+    check_pairs(name, k, v, rotary_cos, rotary_sin)
+    max_seqlen_q = check_queries(name, q, cu_seqlens_q, max_seqlen_q)
     pages = "num_pages" if page_table is not None else "B_cache"
-    _tensor(name, "k_cache", k_cache, pages, "page_size", "Hkv", q.shape[-1], like=q)
-    _tensor(name, "v_cache", v_cache, *k_cache.shape[:3], "Dv", like=q)
+    check_tensor(name, "k_cache", k_cache, pages, "page_size", "Hkv", q.shape[-1], like=q)
+    check_tensor(name, "v_cache", v_cache, *k_cache.shape[:3], "Dv", like=q)
     with torch.no_grad():  # FlashAttention has no gradient here either
         # 2. What does.
         ragged = cu_seqlens_q is not None
         batch = cu_seqlens_q.numel() - 1 if ragged else q.shape[0]
         seqlen_q = max_seqlen_q if ragged else q.shape[1]
         if k is not None:
-            _check_new_keys(name, k, v, k_cache, v_cache, cu_seqlens_k_new, batch, q)
+            check_new_keys(name, k, v, k_cache, v_cache, cu_seqlens_k_new, batch, q)
         if rotary_cos is not None:
-            _check_rotary(name, rotary_cos, rotary_sin, q)
-        table = _pages_of_sequences(name, k_cache, page_table, cache_batch_idx, batch)
+            check_rotary(name, rotary_cos, rotary_sin, q)
+        table = pages_of_sequences(name, k_cache, page_table, cache_batch_idx, batch)
         capacity = table.shape[1] * k_cache.shape[1]
         cache_seqlens = capacity if cache_seqlens is None else cache_seqlens
-        lengths = _lengths(name, "cache_seqlens", cache_seqlens, batch, q.device)
-        if cache_batch_idx is not None and not _readable(table):
+        lengths = lengths_of(name, "cache_seqlens", cache_seqlens, batch, q.device)
+        if cache_batch_idx is not None and not readable(table):
             # A row that is not there makes NaN, as any length without pages does.
             rows = len(k_cache if page_table is None else page_table)
             lengths = lengths.masked_fill((cache_batch_idx < 0) | (cache_batch_idx >= rows), -1)
         causal, windows, right = _mask(name, causal, window_size, seqlen_q, capacity)
         if cache_leftpad is not None:
-            cache_leftpad = _lengths(name, "cache_leftpad", cache_leftpad, batch, q.device)
+            cache_leftpad = lengths_of(name, "cache_leftpad", cache_leftpad, batch, q.device)
         # 3. New keys are rotated, and appended when everything else has been checked.
         old = lengths
         if k is not None:
-            _check_room(name, k_cache, k, table, lengths, cu_seqlens_k_new)
+            check_room(name, k_cache, k, table, lengths, cu_seqlens_k_new)
             if rotary_cos is not None:
                 first = lengths
                 if rotary_seqlens is not None:
-                    first = _lengths(name, "rotary_seqlens", rotary_seqlens, batch, q.device)
+                    first = lengths_of(name, "rotary_seqlens", rotary_seqlens, batch, q.device)
                 rotary = (rotary_cos, rotary_sin, rotary_interleaved)
                 local = causal or max(_sides(name, window_size)) >= 0
-                seq, token = _places(q, cu_seqlens_q)
-                q = _rotate(name, q, first[seq] + token * local, *rotary)
-                seq, token = _places(k, cu_seqlens_k_new)
-                k = _rotate(name, k, first[seq] + token, *rotary)
+                seq, token = places(q, cu_seqlens_q)
+                q = rotate(name, q, first[seq] + token * local, *rotary)
+                seq, token = places(k, cu_seqlens_k_new)
+                k = rotate(name, k, first[seq] + token, *rotary)
             new = k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()
             lengths = (lengths + new).to(torch.int32)
-        if cache_leftpad is not None and _readable(lengths):
+        if cache_leftpad is not None and readable(lengths):
             if bool(((cache_leftpad < 0) | (cache_leftpad > lengths)).any()):
                 pads, most = cache_leftpad.tolist(), lengths.tolist()
                 raise ValueError(f"{name}: cache_leftpad is {pads}; want 0 .. {most}, the lengths")
         if k is not None:
-            if _readable(lengths):
+            if readable(lengths):
                 cache = (k_cache, v_cache, table, lengths)
-                cache = cache if cache_leftpad is None else _skip_leftpad(*cache, cache_leftpad)
-                _check_before_append(q, *cache, softmax_scale)
+                cache = cache if cache_leftpad is None else skip_leftpad(*cache, cache_leftpad)
+                check_before_append(q, *cache, softmax_scale)
                 check_options((q, k_cache, v_cache), q.shape[-2], causal, windows, softcap, sinks, True, right)
-            lost = _append(k_cache, v_cache, k, v, table, old, cu_seqlens_k_new)
+            lost = append_rows(k_cache, v_cache, k, v, table, old, cu_seqlens_k_new)
             lengths = lengths.masked_fill(lost, -1)  # of which attention makes NaN
         if cache_leftpad is not None:
-            k_cache, v_cache, table, lengths = _skip_leftpad(k_cache, v_cache, table, lengths, cache_leftpad)
+            k_cache, v_cache, table, lengths = skip_leftpad(k_cache, v_cache, table, lengths, cache_leftpad)
         # 4. Attention.
         options = dict(
             causal=causal, scale=softmax_scale, windows=windows, softcap=softcap, sinks=sinks, return_lse=True
@@ -272,39 +294,6 @@ def flash_attn_with_kvcache(
         cache = (k_cache, v_cache, table, lengths)
         out, lse = _attend(q, cache, cu_seqlens_q, batch, seqlen_q, right, num_splits, scheduler_metadata, options)
     return (out, lse) if return_softmax_lse else out
-
-
-def _check_pairs(name, k, v, rotary_cos, rotary_sin):
-    if (k is None) != (v is None):
-        raise ValueError(f"{name}: {'k' if k is None else 'v'} is None; want k and v, or neither")
-    if (rotary_cos is None) != (rotary_sin is None):
-        missing = "rotary_cos" if rotary_cos is None else "rotary_sin"
-        raise ValueError(f"{name}: {missing} is None; want both tables, or neither")
-    if rotary_cos is not None and k is None:
-        raise ValueError(f"{name}: rotary_cos is given without k and v; want new keys to rotate")
-
-
-def _check_queries(name, q, cu_seqlens_q, max_seqlen_q):
-    """Return ``max_seqlen_q`` as an int, or None where q is (B, Sq, Hq, D)."""
-    if cu_seqlens_q is None and q.ndim != 4 or cu_seqlens_q is not None and (q.ndim != 3 or max_seqlen_q is None):
-        raise ValueError(
-            f"{name}: q is {tuple(q.shape)}, max_seqlen_q {max_seqlen_q}; want (B, Sq, Hq, D), or (total_q, Hq, D) "
-            f"with "
-            "cu_seqlens_q and max_seqlen_q"
-        )
-    if cu_seqlens_q is not None:
-        _starts(name, "cu_seqlens_q", cu_seqlens_q, "B + 1", q, q.shape[0])
-        max_seqlen_q = check_integer(name, "max_seqlen_q", max_seqlen_q, 0)
-        _bounded(name, "max_seqlen_q", max_seqlen_q, cu_seqlens_q)
-    return max_seqlen_q
-
-
-def _check_new_keys(name, k, v, k_cache, v_cache, cu_seqlens_k_new, batch, q):
-    new = (batch, "S_new") if cu_seqlens_k_new is None else ("total_new",)
-    _tensor(name, "k", k, *new, *k_cache.shape[2:], like=q)
-    _tensor(name, "v", v, *k.shape[:-1], v_cache.shape[3], like=q)
-    if cu_seqlens_k_new is not None:
-        _starts(name, "cu_seqlens_k_new", cu_seqlens_k_new, batch + 1, q, k.shape[0])
 
 
 def _attend(q, cache, cu_seqlens_q, batch, seqlen_q, right, num_splits, scheduler_metadata, options):
@@ -419,7 +408,7 @@ def get_scheduler_metadata(
         ("cache_leftpad", cache_leftpad, batch_size),
     ):  # fmt: skip
         if lengths is not None or argument == "cache_seqlens":
-            _tensor(name, argument, lengths, count, dtypes=INTEGERS)
+            check_tensor(name, argument, lengths, count, dtypes=INTEGERS)
     causal, windows, right = _mask(name, causal, window_size, max_seqlen_q, max_seqlen_k)
     tokens = 1 if cu_seqlens_q is not None else max_seqlen_q  # of ragged queries decode takes one each
     if num_splits or right is not None or max_seqlen_q > (1 if cu_seqlens_q is not None else MAX_DECODE_TOKENS):
@@ -433,97 +422,6 @@ def get_scheduler_metadata(
         page_size=max(1, max_seqlen_k) if page_size is None else page_size, max_seq_len=max_seqlen_k, q_len=tokens,
         dtype=qkv_dtype, windows=windows,
     )  # fmt: skip
-
-
-def _refuse(name, qv, q_descale, k_descale, v_descale, attention_chunk, q):
-    """NotImplementedError for what step 08 does not compute."""
-    given = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    for argument, value in given.items():
-        if value is not None:
-            raise NotImplementedError(f"{name}: {argument} is given; want None, step 08 has no such product")
-    if attention_chunk:
-        raise NotImplementedError(f"{name}: attention_chunk is {attention_chunk}; want 0, step 08 has windows instead")
-    if not isinstance(q, torch.Tensor):
-        raise TypeError(f"{name}: q is a {type(q).__name__}; want a torch.Tensor")
-    check_strided(f"{name}: q", q)
-    if q.is_floating_point() and q.element_size() == 1:
-        raise NotImplementedError(f"{name}: q is {q.dtype}; want float16 or bfloat16")
-
-
-def _tensor(name, argument, x, *shape, like=None, dtypes=None):
-    """Check one tensor: names in ``shape`` stand for any size; ``like`` has its dtype and device."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name}: {argument} is a {type(x).__name__}; want a torch.Tensor {_written(shape)}")
-    check_strided(f"{name}: {argument}", x)
-    if x.ndim != len(shape) or any(not isinstance(n, str) and n != m for n, m in zip(shape, x.shape)):
-        raise ValueError(f"{name}: {argument} has shape {tuple(x.shape)}; want {_written(shape)}")
-    if like is not None and (x.dtype != like.dtype or x.device != like.device):
-        raise ValueError(f"{name}: {argument} is {x.dtype} on {x.device}; want {like.dtype} on {like.device}, as q")
-    if dtypes is not None and x.dtype not in dtypes:
-        raise ValueError(
-            f"{name}: {argument} has dtype {x.dtype}; want {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}"
-        )
-
-
-def _written(shape):
-    """A shape in words. Only for an error: torch.compile cannot write down a size that is a symbol."""
-    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
-
-
-def _readable(x):
-    """Whether values may be looked at: on a GPU that would wait for it, and a compiler has none yet."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-def _starts(name, argument, cu_seqlens, count, q, total=None):
-    """Check cumulative lengths, their values on a CPU and with ``total`` only; returns the number of sequences."""
-    _tensor(name, argument, cu_seqlens, count, dtypes=INTEGERS)
-    if cu_seqlens.device != q.device or not len(cu_seqlens):
-        raise ValueError(
-            f"{name}: {argument} is {tuple(cu_seqlens.shape)} on {cu_seqlens.device}; want (B + 1,) on {q.device}"
-        )
-    if total is not None and _readable(q):
-        check_cu_seqlens(name, argument, cu_seqlens, total)
-    return len(cu_seqlens) - 1
-
-
-def _bounded(name, argument, most, cu_seqlens, used=None):
-    """On a CPU only: ``most`` is an upper bound of the lengths. A window that reaches as far as it counts as none."""
-    if most is None or not _readable(cu_seqlens) or len(cu_seqlens) < 2:
-        return
-    longest = int((cu_seqlens.diff() if used is None else used).max())
-    if longest > most:
-        raise ValueError(f"{name}: {argument} is {most}; want at least {longest}, the longest sequence")
-
-
-def _used(name, argument, used, cu_seqlens, batch, q):
-    """Check how many tokens of each slot count; on a CPU also that its slot has so many."""
-    if used is None:
-        return
-    _tensor(name, argument, used, batch, dtypes=INTEGERS)
-    if used.device != q.device:
-        raise ValueError(f"{name}: {argument} is on {used.device}; want {q.device}, the device of q")
-    if _readable(q) and bool(((used < 0) | (used > cu_seqlens.diff())).any()):
-        raise ValueError(
-            f"{name}: {argument} is {used.tolist()}; want 0 .. {cu_seqlens.diff().tolist()}, the slots of each sequence"
-        )
-
-
-def _check_rotary(name, cos, sin, q):
-    """Check the rotary tables, whose values are taken as they are."""
-    _tensor(name, "rotary_cos", cos, "positions", "rotary_dim / 2")
-    _tensor(name, "rotary_sin", sin, *cos.shape, like=cos)
-    if not cos.is_floating_point() or cos.device != q.device or not 0 < 2 * cos.shape[1] <= q.shape[-1]:
-        raise ValueError(f"{name}: rotary_cos is {tuple(cos.shape)} {cos.dtype} on {cos.device}; want floating point "
-            f"on {q.device}, "
-                         f"1 to {q.shape[-1] // 2} columns")  # fmt: skip
-
-
-def _sinks(name, learnable_sink, s_aux):
-    """The sink logits under whichever name."""
-    if learnable_sink is not None and s_aux is not None:
-        raise ValueError(f"{name}: learnable_sink and s_aux are both given; want one of the two names")
-    return s_aux if learnable_sink is None else learnable_sink
 
 
 def _mask(name, causal, window_size, max_seqlen_q, max_seqlen_k):
@@ -582,18 +480,6 @@ def _by_columns(run, v, out):
     return [run(v, out) for v, out in blocks][0]
 
 
-def _places(x, cu_seqlens):
-    """(sequence, token within it) of each row: (B, S) of a batch, (total,) of packed tokens."""
-    if cu_seqlens is None:
-        batch, tokens = x.shape[:2]
-        return torch.arange(batch, device=x.device)[:, None], torch.arange(tokens, device=x.device)[None]
-    rows = torch.arange(x.shape[0], device=x.device)
-    cu_seqlens = cu_seqlens.long()
-    seq = torch.searchsorted(cu_seqlens, rows, right=True) - 1
-    seq = seq.clamp(max=max(0, cu_seqlens.numel() - 2))  # rows behind the last sequence
-    return seq, rows - cu_seqlens[seq]
-
-
 def _used_rows(cu_seqlens, used, total):
     """Rows in use first and in order, then the others; and the cumulative lengths of those in use. No host sync on
     CUDA."""
@@ -608,135 +494,3 @@ def _used_rows(cu_seqlens, used, total):
     return rows[: int(cu[-1])] if rows.device.type == "cpu" else rows, cu
 
 
-def _rotate(name, x, positions, cos, sin, interleaved):
-    """Rotary embedding of the first 2 * cos.shape[1] columns of x (..., H, D) at ``positions`` (...)."""
-    if _readable(positions) and positions.numel():
-        low, high = (int(n) for n in positions.aminmax())
-        if low < 0 or high >= cos.shape[0]:
-            raise ValueError(
-                f"{name}: rotary_cos has {cos.shape[0]} positions; want one for {low if low < 0 else high}"
-            )
-    half = cos.shape[1]
-    # on a GPU: NaN shows it, an assertion would end the process
-    outside = (positions < 0) | (positions >= cos.shape[0])
-    row = positions.long().clamp(0, cos.shape[0] - 1)
-    cos, sin = (table[row].float().masked_fill(outside[..., None], float("nan")).unsqueeze(-2) for table in (cos, sin))
-    rotated, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
-    if interleaved:
-        a, b = rotated[..., 0::2], rotated[..., 1::2]
-        rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
-    else:
-        a, b = rotated.split(half, dim=-1)
-        rotated = torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
-    return torch.cat((rotated.to(x.dtype), rest), dim=-1)
-
-
-def _pages_of_sequences(name, k_cache, page_table, cache_batch_idx, batch):
-    """(B, pages) int32. A cache without pages is one with a page as long as a row."""
-    table = page_table
-    if table is not None:
-        _tensor(name, "page_table", table, "B", "pages", dtypes=INTEGERS[:1])
-        if table.device != k_cache.device:
-            raise ValueError(f"{name}: page_table is on {table.device}; want {k_cache.device}, the device of k_cache")
-    else:
-        table = torch.arange(k_cache.shape[0], dtype=torch.int32, device=k_cache.device)[:, None]
-    if cache_batch_idx is not None:
-        _tensor(name, "cache_batch_idx", cache_batch_idx, batch, dtypes=INTEGERS)
-        if cache_batch_idx.device != table.device:
-            raise ValueError(
-                f"{name}: cache_batch_idx is on {cache_batch_idx.device}; want {table.device}, the device of q"
-            )
-        if batch and _readable(table):
-            low, high = (int(n) for n in cache_batch_idx.aminmax())
-            if low < 0 or high >= len(table):
-                raise ValueError(
-                    f"{name}: cache_batch_idx holds {low if low < 0 else high}; want 0 .. {len(table) - 1}"
-                )
-        table = table[cache_batch_idx.long().clamp(0, max(0, len(table) - 1))]
-    if table.shape[0] != batch:
-        owner = "page_table" if page_table is not None else "k_cache"
-        raise ValueError(
-            f"{name}: {owner} has {table.shape[0]} sequences; want {batch}, those of q, or cache_batch_idx"
-        )
-    return table
-
-
-def _lengths(name, argument, lengths, batch, device):
-    """(B,) int32 from an int or a tensor."""
-    if isinstance(lengths, int) and not isinstance(lengths, bool):
-        return torch.full(
-            (batch,), min(check_integer(name, argument, lengths, 0), 2**31 - 1), dtype=torch.int32, device=device
-        )
-    if not isinstance(lengths, torch.Tensor) or lengths.shape != (batch,) or lengths.dtype != torch.int32:
-        came = (
-            f"{tuple(lengths.shape)} {lengths.dtype}" if isinstance(lengths, torch.Tensor) else type(lengths).__name__
-        )
-        raise ValueError(f"{name}: {argument} is {came}; want an int or ({batch},) torch.int32")
-    if lengths.device != device:
-        raise ValueError(f"{name}: {argument} is on {lengths.device}; want {device}, the device of q")
-    return lengths.contiguous()
-
-
-def _check_before_append(q, k_cache, v_cache, table, lengths, scale):
-    """What attention would refuse once the new keys are written."""
-    check_paged(RUNG, q, k_cache, v_cache[..., :MAX_HEAD_DIM], table, lengths, scale=scale, packed=q.ndim == 3)
-
-
-def _append(k_cache, v_cache, k, v, table, lengths, cu_seqlens_new):
-    """Write new keys and values behind each sequence, in place. Returns (B,) bool: sequences without room for all of
-    theirs.
-
-    Nothing is written for those, and nothing waits for the device: where a token has no place of its own, its row
-    repeats the write of a token that has one, or writes back what the cache holds.
-    """
-    (num_pages, page_size), num_tokens = k_cache.shape[:2], k.shape[:-2].numel()
-    if not num_tokens or not table.shape[1] or not num_pages:
-        return torch.full_like(lengths, num_tokens > 0, dtype=torch.bool)
-    seq, token = (x.expand(k.shape[:-2]).flatten() for x in _places(k, cu_seqlens_new))
-    position = lengths[seq].long() + token
-    page = table[seq, (position // page_size).clamp(0, table.shape[1] - 1)].long()
-    inside = (position >= 0) & (position < table.shape[1] * page_size) & (page >= 0) & (page < num_pages)
-    lost = torch.zeros_like(lengths).index_add_(0, seq, (~inside).to(lengths.dtype)) > 0
-    written = ~lost[seq]
-    donor = written.int().argmax(0, keepdim=True)  # a token that is written, if there is one
-    some = written[donor]
-    page = torch.where(written, page, torch.where(some, page[donor], 0))
-    slot = torch.where(written, position % page_size, torch.where(some, position[donor] % page_size, 0))
-    for cache, rows in ((k_cache, k), (v_cache, v)):
-        rows = rows.reshape(num_tokens, *rows.shape[-2:])
-        cache[page, slot] = torch.where(
-            written[:, None, None], rows, torch.where(some[:, None, None], rows[donor], cache[0, 0])
-        )
-    return lost
-
-
-def _check_room(name, k_cache, k, table, lengths, cu_seqlens_new):
-    """Before anything is written, on a CPU only: every new token has a slot."""
-    seq, token = _places(k, cu_seqlens_new)
-    position, page_size = lengths[seq].long() + token, k_cache.shape[1]
-    if not _readable(position) or not position.numel():
-        return
-    low, high = (int(n) for n in position.aminmax())
-    if low < 0 or high >= table.shape[1] * page_size:
-        raise ValueError(f"{name}: cache_seqlens puts a new token at {low if low < 0 else high}; want room for it, "
-                         f"0 .. {table.shape[1] * page_size - 1}")  # fmt: skip
-    page = table[seq, position // page_size]
-    low, high = (int(n) for n in page.aminmax())
-    if low < 0 or high >= len(k_cache):
-        raise ValueError(
-            f"{name}: page_table has page {low if low < 0 else high} for a new token; want 0 .. {len(k_cache) - 1}"
-        )
-
-
-def _skip_leftpad(k_cache, v_cache, table, lengths, leftpad):
-    """The cache as pages of one token, and a table that starts behind each sequence's padding."""
-    page_size = k_cache.shape[1]
-    position = leftpad[:, None].long() + torch.arange(table.shape[1] * page_size, device=table.device)
-    position.clamp_(0, table.shape[1] * page_size - 1)  # entries behind the end are not followed
-    table = table.gather(1, position // page_size) * page_size + (position % page_size).to(torch.int32)
-    return (
-        k_cache.flatten(0, 1)[:, None],
-        v_cache.flatten(0, 1)[:, None],
-        table.to(torch.int32),
-        torch.where(leftpad < 0, -1, lengths - leftpad),
-    )

@@ -49,10 +49,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ladder.contract import FLOATS, check_flag, check_integer, outside_autocast
+from ladder.rungs import MAX_HEAD_DIM
 
 from .transformers_models import EDITED, look_at_model
 
-MAX_HEAD_DIM = 256
 MAX_DECODE_TOKENS = 16
 SPLIT_KEYS = 1024  # from so many keys on, a few new tokens are worth a kernel that splits the keys
 UNREAD = {  # arguments of a layer that change its result and that nothing here reads

@@ -9,6 +9,7 @@ import torch
 from support.integration_checks import MASKS, check_dense, check_kvcache, check_varlen, make, oracle
 
 from ladder.integrations import flash_attn as fa
+from ladder.integrations.flash_attn_cache import append_rows
 from ladder.step08_dflash2 import get_decode_schedule
 
 CPU = torch.device("cpu")
@@ -393,12 +394,12 @@ def test_append_writes_all_of_a_sequence_or_nothing(packed, lengths, lost):
             want_k[place], want_v[place] = new_k[b, i], new_v[b, i]
     cu = torch.tensor([0, count, 2 * count], dtype=torch.int32) if packed else None
     rows = [x.flatten(0, 1) if packed else x for x in (new_k, new_v)]
-    assert fa._append(k_cache, v_cache, *rows, table, lens, cu).tolist() == list(lost)
+    assert append_rows(k_cache, v_cache, *rows, table, lens, cu).tolist() == list(lost)
     assert torch.equal(k_cache, want_k) and torch.equal(v_cache, want_v)
 
 
 def test_append_without_any_room():
     cache, table = torch.zeros(0, 4, 1, 8), torch.zeros(2, 3, dtype=torch.int32)
-    assert fa._append(cache, cache, torch.ones(2, 1, 1, 8), torch.ones(2, 1, 1, 8), table, torch.zeros(2, dtype=torch.int32), None).all()
+    assert append_rows(cache, cache, torch.ones(2, 1, 1, 8), torch.ones(2, 1, 1, 8), table, torch.zeros(2, dtype=torch.int32), None).all()
     nothing = torch.ones(2, 0, 1, 8)
-    assert not fa._append(cache, cache, nothing, nothing, table, torch.zeros(2, dtype=torch.int32), None).any()
+    assert not append_rows(cache, cache, nothing, nothing, table, torch.zeros(2, dtype=torch.int32), None).any()

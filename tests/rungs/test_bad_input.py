@@ -149,7 +149,11 @@ def refusals():
         for entry, make in entries:
             for argument, values in changes.items():
                 for bad in values:
-                    yield pytest.param(entry, make, argument, bad, errors, words, id=f"{entry.__name__}-{argument}-{str(bad)[:20]}")
+                    is_tensor = isinstance(bad, torch.Tensor)  # an id must be the same in every process
+                    told = f"{tuple(bad.shape)} {bad.dtype}" if is_tensor else str(bad)[:20]
+                    yield pytest.param(
+                        entry, make, argument, bad, errors, words, id=f"{entry.__name__}-{argument}-{told}"
+                    )
 
 
 @pytest.mark.parametrize("entry, make, argument, bad, errors, words", list(refusals()))
