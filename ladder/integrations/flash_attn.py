@@ -19,8 +19,13 @@ import torch
 
 from ladder.contract import check_cu_seqlens, check_flag, check_integer, check_strided, graph_entry
 from ladder.step06_paged.cache import check_paged
-from ladder.step08_dflash2 import RangeWindows, dflash2_decode
-from ladder.step08_dflash2.api import dense, paged_prefill, varlen
+from ladder.step08_dflash2 import (
+    RangeWindows,
+    dflash2_attention,
+    dflash2_decode,
+    dflash2_paged_prefill,
+    dflash2_varlen,
+)
 from ladder.step08_dflash2.checks import check_options
 from ladder.step08_dflash2.dispatch import RUNG
 from ladder.step08_dflash2.schedule import get_decode_schedule
@@ -69,7 +74,7 @@ def flash_attn_func(
     def run(q, k, v, sinks):
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = _by_columns(
-            lambda v, out: dense(
+            lambda v, out: dflash2_attention(
                 q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=causal, scale=softmax_scale, windows=windows,
                 softcap=softcap, sinks=sinks, return_lse=True, out=out.transpose(1, 2), right=right,
             )[1],
@@ -133,7 +138,7 @@ def flash_attn_varlen_func(
             k, v = k[keys], v[keys]
         out = (q.new_empty if rows is None else q.new_zeros)(*q.shape[:2], v.shape[2])
         lse = _by_columns(
-            lambda v, out: varlen(
+            lambda v, out: dflash2_varlen(
                 q, k, v, cu_q, cu_k, max_seqlen_q, max_seqlen_k, causal=causal, scale=softmax_scale, windows=windows,
                 softcap=softcap, sinks=sinks, return_lse=True, out=out, right=right,
             )[1],
@@ -272,7 +277,7 @@ def flash_attn_with_kvcache(
                 packed = q.reshape(-1, *q.shape[2:])
                 cu_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
             lse = _by_columns(
-                lambda v, out: paged_prefill(
+                lambda v, out: dflash2_paged_prefill(
                     packed, k_cache, v, table, lengths, cu_q, seqlen_q, out=out, right=right, **common
                 )[1],
                 v_cache, out if ragged else out.flatten(0, 1),
