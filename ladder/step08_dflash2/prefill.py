@@ -16,7 +16,7 @@ from .tiles import launch_config, scale_factors, softcap_kind
 def dense(
     q, k, v, *, causal=False, scale=None, windows=None, softcap=0.0, sinks=None, return_lse=False, out=None, right=None
 ):  # fmt: skip
-    """``api.dense`` outside torch.compile."""
+    """``dflash2_attention`` outside torch.compile."""
     scale = check_dense(q, k, v, causal, scale)
     windows, softcap, right = check_options((q, k, v), q.shape[1], causal, windows, softcap, sinks, return_lse, right)
     out = check_out(out, q, (*q.shape[:3], v.shape[3]), k=k, v=v)
@@ -34,13 +34,11 @@ def varlen(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, *,
     causal=False, scale=None, windows=None, softcap=0.0, sinks=None, return_lse=False, out=None, right=None,
 ):  # fmt: skip
-    """``api.varlen`` outside torch.compile."""
+    """``dflash2_varlen`` outside torch.compile."""
     scale = check_packed(q, k, v, causal, scale)
     num_seqs = check_cu("cu_seqlens_q", cu_seqlens_q, q)
     if check_cu("cu_seqlens_k", cu_seqlens_k, k) != num_seqs:
-        raise ValueError(
-            f"{RUNG}: cu_seqlens_k has {cu_seqlens_k.numel() - 1} sequences; want {num_seqs}, those of cu_seqlens_q"
-        )
+        raise ValueError(f"{RUNG}: cu_seqlens_k has {cu_seqlens_k.numel() - 1} sequences; want {num_seqs}, those of cu_seqlens_q")
     max_seqlen_q = check_most("max_seqlen_q", max_seqlen_q)
     check_most("max_seqlen_k", max_seqlen_k)
     windows, softcap, right = check_options((q, k, v), q.shape[1], causal, windows, softcap, sinks, return_lse, right)
@@ -60,20 +58,16 @@ def paged_prefill(
     q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q=None, *,
     causal=True, scale=None, windows=None, softcap=0.0, sinks=None, return_lse=False, out=None, right=None,
 ):  # fmt: skip
-    """``api.paged_prefill`` outside torch.compile."""
+    """``dflash2_paged_prefill`` outside torch.compile."""
     scale = check_paged(
         RUNG, q, k_cache, v_cache, block_table, seq_lens,
         scale=scale, max_head_dim=MAX_HEAD_DIM, q_layout="(total_q, Hq, D)", batch_of_q=False,
     )  # fmt: skip
     check_flag(RUNG, "causal", causal)
     if check_cu("cu_seqlens_q", cu_seqlens_q, q) != seq_lens.shape[0]:
-        raise ValueError(
-            f"{RUNG}: cu_seqlens_q has {cu_seqlens_q.numel() - 1} sequences; want {seq_lens.shape[0]}, those of seq_lens"
-        )
+        raise ValueError(f"{RUNG}: cu_seqlens_q has {cu_seqlens_q.numel() - 1} sequences; want {seq_lens.shape[0]}, those of seq_lens")
     max_seqlen_q = check_most("max_seqlen_q", max_seqlen_q)
-    windows, softcap, right = check_options(
-        (q, k_cache, v_cache), q.shape[1], causal, windows, softcap, sinks, return_lse, right
-    )
+    windows, softcap, right = check_options((q, k_cache, v_cache), q.shape[1], causal, windows, softcap, sinks, return_lse, right)
     out = check_out(out, q, (*q.shape[:2], v_cache.shape[3]), k_cache=k_cache, v_cache=v_cache)
     options = dict(scale=scale, windows=windows, softcap=softcap, sinks=sinks, right=right)
     kernels = device_code(q)

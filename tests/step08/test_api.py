@@ -3,9 +3,6 @@
 import importlib
 import inspect
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -469,14 +466,14 @@ def test_launch_config_covers_the_head_and_fits(arch):
 
 
 EVERY_THIRD = """
-import json, sys
+import json
 from ladder.lab.compile import matrix as compile_matrix
 from ladder.rungs import find
 from ladder.lab.compile.cases_step08 import prefill_compile_cases
 
-target = compile_matrix.capability(sys.argv[1])
+target = compile_matrix.capability(TARGET)
 compile_matrix.cases_of = lambda *_, **__: list(prefill_compile_cases(target))[::3]
-for row in compile_matrix.compile_rows([sys.argv[1]], [find(8)]):
+for row in compile_matrix.compile_rows([TARGET], [find(8)]):
     print(json.dumps(row))
 """
 
@@ -487,13 +484,7 @@ def test_prefill_compiles(target):
     """No spills; on Hopper its own matrix instructions, none of which waits for the one before. A third of the cases: the
     compile matrix has them all."""
     pytest.importorskip("triton.backends.nvidia", reason="Triton's NVIDIA back end compiles these kernels")
-    from ladder.lab.compile import matrix as compile_matrix
-
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(x for x in (str(compile_matrix.ROOT), os.environ.get("PYTHONPATH")) if x)
-    done = subprocess.run([sys.executable, "-c", EVERY_THIRD, target], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    rows = [json.loads(line) for line in python(EVERY_THIRD.replace("TARGET", repr(target))).splitlines()]
     assert len(rows) > 10
     for row in rows:
         assert row["problem"] is None, f"{row['case']}: {row['problem']}"

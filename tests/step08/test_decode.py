@@ -1,13 +1,12 @@
 """Rung 08's decode: the schedule, windows, softcap and sinks, MLA, the operators, and the errors a user sees."""
 
 import importlib
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
 import torch
 from support.decode_checks import LAYOUTS, PROBLEMS, _problem, check_decode, inputs_of
+from support.process import python
 from support.step08_checks import DEVICE, ON_GPU, WINDOWS, check_windows, hide, mla
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -481,9 +480,7 @@ get_decode_schedule(lens, num_heads=2, num_kv_heads=1, head_dim=16, page_size=16
 assert (dflash2_decode(q, cache, cache, table, lens) == 1).all()
 assert "triton" not in sys.modules and not torch.cuda.is_initialized()
 """
-    env = {k: v for k, v in __import__("os").environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
+    python(code)
 
 
 def compiled(function, backend="aot_eager"):
