@@ -40,6 +40,9 @@ _OPERATORS = {
         f"Tensor q, Tensor latent_cache, Tensor block_table, Tensor seq_lens, float scale, SymInt head_dim_v, {_DECODE}",
     ),
 }
+for _name in ("attention", "varlen", "paged_prefill"):
+    _OPERATORS[f"{_name}_out"] = (_OPERATORS[_name][0], f"{_OPERATORS[_name][1]}, Tensor(a!) out")
+_NAMES = {name: [argument.split()[-1] for argument in schema.split(", ")] for name, (_, schema) in _OPERATORS.items()}
 
 
 def _lse_shape(name, q):
@@ -60,9 +63,14 @@ def _borrowed(partials, counters):
     return workspace
 
 
+def _call(name, **given):
+    """Call ``ladder::dflash2_<name>``. Dynamo refuses an ``out=`` with gaps, so what is known by name goes by place."""
+    return getattr(torch.ops.ladder, f"dflash2_{name}")(*(given[argument] for argument in _NAMES[name]))
+
+
 def _define(name, run, schema):
     """Define ``ladder::dflash2_<name>``, which gives ``run`` its arguments by name."""
-    names = [argument.split()[-1] for argument in schema.split(", ")]
+    names = _NAMES[name]
     writes_out = "out" in names
     run = kernel_entry(run)  # an operator may be called by hand, so it is an entry too
 
@@ -91,8 +99,6 @@ def _define(name, run, schema):
 for _name, (_run, _schema) in _OPERATORS.items():
     if not hasattr(torch.ops.ladder, f"dflash2_{_name}"):  # once a process, also when this module is loaded again
         _define(_name, _run, _schema)
-        if "decode" not in _name:
-            _define(f"{_name}_out", _run, f"{_schema}, Tensor(a!) out")
 
 
 # What an entry calls while it is compiled: an operator checks its arguments when it runs, these refuse what it cannot be told.
@@ -103,47 +109,53 @@ def _flat(windows):
     return None if windows is None else list(windows.flat)
 
 
-def _prefill(name, *tensors, out, windows, return_lse, **options):
-    options.update(windows=_flat(windows), return_lse=return_lse)
+def _prefill(name, *, out, windows, return_lse, **given):
+    given.update(windows=_flat(windows), return_lse=return_lse)
     if out is None:
-        out, lse = getattr(torch.ops.ladder, f"dflash2_{name}")(*tensors, **options)
+        out, lse = _call(name, **given)
     else:
-        lse = getattr(torch.ops.ladder, f"dflash2_{name}_out")(*tensors, **options, out=out)
+        lse = _call(f"{name}_out", **given, out=out)
     return (out, lse) if return_lse else out
 
 
 def attention(q, k, v, **options):
     """``prefill.dense`` through its operators."""
-    return _prefill("attention", q, k, v, **options)
+    return _prefill("attention", q=q, k=k, v=v, **options)
 
 
 def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
     """``prefill.varlen`` through its operators."""
-    return _prefill("varlen", q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, **options)
+    lengths = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q)
+    return _prefill("varlen", q=q, k=k, v=v, **lengths, **options)
 
 
-def paged_prefill(*tensors, **options):
+def paged_prefill(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, **options):
     """``prefill.paged_prefill`` through its operators."""
-    return _prefill("paged_prefill", *tensors, **options)
+    return _prefill(
+        "paged_prefill", q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q, **options,
+    )  # fmt: skip
 
 
-def _decode(name, q, *tensors, columns, out, windows, workspace, return_lse, config, **options):
+def _decode(name, *, q, columns, out, windows, workspace, return_lse, config, **given):
     if config is not None:
         raise NotImplementedError(f"{RUNG}: config is for tuning outside torch.compile; want None")
     lse_shape = _lse_shape(name, q)
     out = q.new_empty(*q.shape[:-1], columns) if out is None else out
     partials, counters = (None, None) if workspace is None else (workspace.partials, workspace.counters)
-    lse = getattr(torch.ops.ladder, f"dflash2_{name}")(
-        q, *tensors, windows=_flat(windows), return_lse=return_lse, out=out, partials=partials, counters=counters, **options
+    lse = _call(
+        name, q=q, windows=_flat(windows), return_lse=return_lse, out=out, partials=partials, counters=counters, **given
     )
     return (out, lse.view(lse_shape)) if return_lse else out
 
 
 def decode(q, k_cache, v_cache, block_table, seq_lens, **options):
     """``decode.paged_decode`` through its operator."""
-    return _decode("decode", q, k_cache, v_cache, block_table, seq_lens, columns=v_cache.shape[-1], **options)
+    tensors = dict(q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, seq_lens=seq_lens)
+    return _decode("decode", **tensors, columns=v_cache.shape[-1], **options)
 
 
 def mla_decode(q, latent_cache, block_table, seq_lens, *, head_dim_v, **options):
     """``decode.mla_decode`` through its operator."""
-    return _decode("mla_decode", q, latent_cache, block_table, seq_lens, columns=head_dim_v, head_dim_v=head_dim_v, **options)
+    tensors = dict(q=q, latent_cache=latent_cache, block_table=block_table, seq_lens=seq_lens)
+    return _decode("mla_decode", **tensors, columns=head_dim_v, head_dim_v=head_dim_v, **options)
