@@ -19,15 +19,15 @@ own rules.
 
 import torch
 
-from ladder.contract import (
-    INTEGERS,
-    check_flag,
-    check_integer,
-    graph_entry,
-)
+from ladder.contract import INTEGERS, check_flag, check_integer, graph_entry
 from ladder.rungs import MAX_HEAD_DIM
-from ladder.step08_dflash2 import RangeWindows, dflash2_decode
-from ladder.step08_dflash2.api import dense, paged_prefill, varlen
+from ladder.step08_dflash2 import (
+    RangeWindows,
+    dflash2_attention,
+    dflash2_decode,
+    dflash2_paged_prefill,
+    dflash2_varlen,
+)
 from ladder.step08_dflash2.checks import check_options
 from ladder.step08_dflash2.schedule import get_decode_schedule
 
@@ -99,7 +99,7 @@ def flash_attn_func(
     def run(q, k, v, sinks):
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = _by_columns(
-            lambda v, out: dense(
+            lambda v, out: dflash2_attention(
                 q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=causal, scale=softmax_scale,
                 windows=windows,
                 softcap=softcap, sinks=sinks, return_lse=True, out=out.transpose(1, 2), right=right,
@@ -167,7 +167,7 @@ def flash_attn_varlen_func(
             k, v = k[keys], v[keys]
         out = (q.new_empty if rows is None else q.new_zeros)(*q.shape[:2], v.shape[2])
         lse = _by_columns(
-            lambda v, out: varlen(
+            lambda v, out: dflash2_varlen(
                 q, k, v, cu_q, cu_k, max_seqlen_q, max_seqlen_k, causal=causal, scale=softmax_scale, windows=windows,
                 softcap=softcap, sinks=sinks, return_lse=True, out=out, right=right,
             )[1],
@@ -316,7 +316,7 @@ def _attend(q, cache, cu_seqlens_q, batch, seqlen_q, right, num_splits, schedule
         packed, packed_out = q.reshape(-1, *q.shape[2:]), out.flatten(0, 1)
         cu_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
     lse = _by_columns(
-        lambda v, out: paged_prefill(
+        lambda v, out: dflash2_paged_prefill(
             packed, k_cache, v, table, lengths, cu_q, seqlen_q, out=out, right=right, **options
         )[1],
         v_cache, packed_out,

@@ -26,7 +26,7 @@ from .windows import Range, RangeWindows
 
 # What the other modules bring, imported on first use: name -> module.
 _LAZY = {
-    "DecodeWorkspace": "decode", "decode_bytes_moved": "decode", "dflash2_decode": "api", "dflash2_mla_decode": "api",
+    "DecodeWorkspace": "dispatch", "decode_bytes_moved": "decode", "dflash2_decode": "api", "dflash2_mla_decode": "api",
     "get_decode_schedule": "schedule", "fused_add_norm": "fusion", "fused_mla_append": "fusion", "fused_norm_router": "fusion",
     "fused_qkv_rope_append": "fusion", "rope_tables": "fusion", "yarn_mscale": "fusion", "AttentionBatch": "fusion",
     "BlockOutput": "fusion", "DFlash2AttentionBlock": "fusion", "DFlash2MLABlock": "fusion", "Router": "fusion",

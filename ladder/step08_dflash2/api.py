@@ -7,8 +7,9 @@ from ladder.contract import kernel_entry
 from . import decode, ops, prefill
 
 
+@kernel_entry
 def dflash2_attention(
-    q, k, v, *, causal=False, scale=None, windows=None, softcap=0.0, sinks=None, return_lse=False, out=None
+    q, k, v, *, causal=False, scale=None, windows=None, softcap=0.0, sinks=None, return_lse=False, out=None, right=None
 ):  # fmt: skip
     """softmax(scale * q k^T) v in one kernel launch, under a causal mask, range windows, a softcap, learned sinks.
 
@@ -25,6 +26,8 @@ def dflash2_attention(
         sinks: (Hq,) float: one more logit a row, with no value, in the softmax's denominator; None for none.
         return_lse: also return the natural log-sum-exp of each row's scores, the sink's included.
         out: tensor (B, Hq, Sq, Dv) for the result, any strides; not the memory of k or v. None allocates.
+        right: how many keys after its own position a query sees, as in FlashAttention's window_size=(left, right) and in
+            bidirectional models; None is 0 under a causal mask, and all keys without one.
 
     Returns:
         (B, Hq, Sq, Dv) in the dtype of q; with return_lse also (B, Hq, Sq) float32. A row that sees no key is 0, and its
@@ -38,12 +41,16 @@ def dflash2_attention(
     Source: Dao, "FlashAttention-2", algorithm 1; softcap: Gemma Team, "Gemma 2", section 2; learned sinks: OpenAI,
     "gpt-oss-120b & gpt-oss-20b Model Card", section 2.2.
     """
-    return dense(q, k, v, causal=causal, scale=scale, windows=windows, softcap=softcap, sinks=sinks, return_lse=return_lse, out=out)
+    run = ops.attention if torch.compiler.is_compiling() else prefill.dense
+    return run(
+        q, k, v, causal=causal, scale=scale, windows=windows, softcap=softcap, sinks=sinks, return_lse=return_lse, out=out, right=right
+    )
 
 
+@kernel_entry
 def dflash2_varlen(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, *,
-    causal=False, scale=None, windows=None, softcap=0.0, sinks=None, return_lse=False, out=None,
+    causal=False, scale=None, windows=None, softcap=0.0, sinks=None, return_lse=False, out=None, right=None,
 ):  # fmt: skip
     """Attention over a ragged batch: sequences of different lengths packed one after another, no padding.
 
@@ -66,15 +73,17 @@ def dflash2_varlen(
 
     Source: the packed layout of FlashAttention's ``flash_attn_varlen_func``.
     """
-    return varlen(
+    run = ops.varlen if torch.compiler.is_compiling() else prefill.varlen
+    return run(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal, scale=scale, windows=windows,
-        softcap=softcap, sinks=sinks, return_lse=return_lse, out=out,
+        softcap=softcap, sinks=sinks, return_lse=return_lse, out=out, right=right,
     )  # fmt: skip
 
 
+@kernel_entry
 def dflash2_paged_prefill(
     q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q=None, *,
-    causal=True, scale=None, windows=None, softcap=0.0, sinks=None, return_lse=False, out=None,
+    causal=True, scale=None, windows=None, softcap=0.0, sinks=None, return_lse=False, out=None, right=None,
 ):  # fmt: skip
     """Attention of a chunk of new tokens of each sequence over its pages, where the chunk's keys already are.
 
@@ -98,62 +107,14 @@ def dflash2_paged_prefill(
     Source: pages are Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention",
     section 4.1; chunks are Agrawal et al., "Sarathi-Serve", section 4.
     """
-    return paged_prefill(
+    run = ops.paged_prefill if torch.compiler.is_compiling() else prefill.paged_prefill
+    return run(
         q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, causal=causal, scale=scale,
-        windows=windows, softcap=softcap, sinks=sinks, return_lse=return_lse, out=out,
+        windows=windows, softcap=softcap, sinks=sinks, return_lse=return_lse, out=out, right=right,
     )  # fmt: skip
 
 
-attention = dflash2_attention  # the contract that every rung keeps
-
-
-# The same entries with ``right``: how many keys after its own position a query sees, for FlashAttention's
-# window_size=(left, right) and for bidirectional models; None is 0 under a causal mask and all without one.
-
-
-@kernel_entry
-def dense(
-    q, k, v, *, causal=False, scale=None, windows=None, softcap=0.0, sinks=None, return_lse=False, out=None, right=None
-):  # fmt: skip
-    """As ``dflash2_attention``, with ``right`` keys to the right visible."""
-    if torch.compiler.is_compiling():
-        return ops.dense(q, k, v, causal, scale, windows, softcap, sinks, return_lse, out, right)
-    return prefill.dense(
-        q, k, v, causal=causal, scale=scale, windows=windows, softcap=softcap, sinks=sinks, return_lse=return_lse, out=out, right=right
-    )
-
-
-@kernel_entry
-def varlen(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, *,
-    causal=False, scale=None, windows=None, softcap=0.0, sinks=None, return_lse=False, out=None, right=None,
-):  # fmt: skip
-    """As ``dflash2_varlen``, with ``right`` keys to the right visible."""
-    if torch.compiler.is_compiling():
-        return ops.varlen(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, causal, scale, windows, softcap, sinks, return_lse, out, right
-        )
-    return prefill.varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal, scale=scale, windows=windows,
-        softcap=softcap, sinks=sinks, return_lse=return_lse, out=out, right=right,
-    )  # fmt: skip
-
-
-@kernel_entry
-def paged_prefill(
-    q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q=None, *,
-    causal=True, scale=None, windows=None, softcap=0.0, sinks=None, return_lse=False, out=None, right=None,
-):  # fmt: skip
-    """As ``dflash2_paged_prefill``, with ``right`` keys to the right visible."""
-    if torch.compiler.is_compiling():
-        return ops.paged_prefill(
-            q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q,
-            causal, scale, windows, softcap, sinks, return_lse, out, right,
-        )  # fmt: skip
-    return prefill.paged_prefill(
-        q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, causal=causal, scale=scale, windows=windows,
-        softcap=softcap, sinks=sinks, return_lse=return_lse, out=out, right=right,
-    )  # fmt: skip
+attention = dflash2_attention  # the name that every rung has
 
 
 @kernel_entry
@@ -200,16 +161,8 @@ def dflash2_decode(
     Source: Dao et al., "Flash-Decoding"; Kwon et al., "PagedAttention"; sinks as in OpenAI's gpt-oss, softcap as in
         Gemma Team, "Gemma 2", section 2.
     """
-    if torch.compiler.is_compiling():
-        ops.refuse_under_compile(config)
-        lse_shape = ops.lse_shape(q)
-        out = q.new_empty(*q.shape[:-1], v_cache.shape[-1]) if out is None else out
-        lse = torch.ops.ladder.dflash2_decode(
-            q, k_cache, v_cache, block_table, seq_lens, causal, scale, ops.flat_windows(windows), softcap, sinks, num_kv_splits, return_lse,
-            out, *ops.workspace_tensors(workspace), schedule,
-        )  # fmt: skip
-        return (out, lse.view(lse_shape)) if return_lse else out
-    return decode.paged_decode(
+    run = ops.decode if torch.compiler.is_compiling() else decode.paged_decode
+    return run(
         q, k_cache, v_cache, block_table, seq_lens, causal=causal, scale=scale, windows=windows, softcap=softcap, sinks=sinks,
         num_kv_splits=num_kv_splits, return_lse=return_lse, out=out, workspace=workspace, schedule=schedule, config=config,
     )  # fmt: skip
@@ -239,16 +192,8 @@ def dflash2_mla_decode(
 
     Source: DeepSeek-AI, "DeepSeek-V2", section 2.1; the shared tile is FlashMLA's.
     """
-    if torch.compiler.is_compiling():
-        ops.refuse_under_compile(config)
-        lse_shape = ops.lse_shape(q)
-        out = q.new_empty(*q.shape[:-1], head_dim_v) if out is None else out
-        lse = torch.ops.ladder.dflash2_mla_decode(
-            q, latent_cache, block_table, seq_lens, scale, head_dim_v, causal, ops.flat_windows(windows), softcap, sinks, num_kv_splits,
-            return_lse, out, *ops.workspace_tensors(workspace), schedule,
-        )  # fmt: skip
-        return (out, lse.view(lse_shape)) if return_lse else out
-    return decode.mla_decode(
+    run = ops.mla_decode if torch.compiler.is_compiling() else decode.mla_decode
+    return run(
         q, latent_cache, block_table, seq_lens, scale=scale, head_dim_v=head_dim_v, causal=causal, windows=windows,
         softcap=softcap, sinks=sinks, num_kv_splits=num_kv_splits, return_lse=return_lse, out=out, workspace=workspace,
         schedule=schedule, config=config,

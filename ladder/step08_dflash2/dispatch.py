@@ -1,15 +1,34 @@
-"""Which code runs where: the Triton kernels of a device, the kernels of sm_90, or PyTorch."""
+"""What a device is, and whether Triton's kernels or PyTorch run on it."""
 
 import functools
 import importlib
 import os
+from typing import NamedTuple
 
 import torch
 
-from ladder.step07_dflash1.tiles import arch as capability
+from ladder.step06_paged.attention import processors
+from ladder.step07_dflash1.decode import DecodeWorkspace
+from ladder.step07_dflash1.tiles import arch
 
 RUNG = "step08_dflash2"
-arch = functools.cache(capability)
+
+
+class Machine(NamedTuple):
+    """What a device is: 10 * major + minor of its compute capability, its processors, and whether sm_90's kernels run on it.
+
+    A CPU has a Hopper's capability, so that the interpreter walks a Hopper's tiles, and few processors.
+    """
+
+    arch: int
+    processors: int
+    hopper: bool
+
+
+@functools.cache
+def machine(device):
+    """``Machine`` of a device; a CUDA device needs its index."""
+    return Machine(arch(device), processors(device), device.type == "cuda" and arch(device) == 90)
 
 
 def device_code(q, module="portable.prefill_kernel", name="q"):
@@ -44,7 +63,10 @@ def _kernels(module):
     return importlib.import_module(f"{__package__}.{module}")
 
 
-@functools.cache
-def hopper_runs(device):
-    """Whether the kernels of sm_90 run on ``device``: a GPU of compute capability 9.0."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+def workspace_on(device, workspace):
+    """``workspace`` once it is known to lie on ``device``; a new one for None."""
+    if workspace is None:
+        return DecodeWorkspace(device)
+    if workspace.partials.device != device:
+        raise ValueError(f"{RUNG}: workspace is on {workspace.partials.device}; want a DecodeWorkspace on {device}")
+    return workspace

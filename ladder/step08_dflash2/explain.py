@@ -3,16 +3,15 @@
 import torch
 
 from ladder.contract import check_flag, check_integer, check_scale
-from ladder.step06_paged.attention import processors
-from ladder.step07_dflash1.tiles import arch
 
-from .api import dense, dflash2_decode, dflash2_mla_decode, paged_prefill, varlen
-from .checks import check_options
-from .dispatch import RUNG, device_code, hopper_runs, interpreting
+from .api import dflash2_attention, dflash2_decode, dflash2_mla_decode, dflash2_paged_prefill, dflash2_varlen
+from .checks import MAX_HEAD_DIM, check_options
+from .decision import decide, decode_call, prefill_call
+from .dispatch import RUNG, device_code, interpreting, machine
 from .hopper import decode as hopper_decode
 from .hopper import mla as hopper_mla
 from .hopper import prefill as hopper_prefill
-from .tiles import FIXED, launch_config, plan_decode, reach_of
+from .tiles import FIXED
 from .windows import RangeWindows
 
 OPTIONS = ("windows", "softcap", "sinks", "right", "page_size", "ragged", "return_lse")  # of explain and warmup
@@ -52,19 +51,13 @@ def explain(
              + (f", softcap {softcap}" if softcap else "") + (", learned sinks" if sinks else "") + (f", pages of {page_size}" if paged else ", packed" if ragged else "") + "."]  # fmt: skip
     if device_code(torch.empty(0, dtype=q.dtype, device=device)) is None:
         return "\n".join([*lines, f"Path: eager PyTorch in float32, because {_why_eager(device)}."])
-    why = None
-    if hopper_runs(device):
-        why = hopper_prefill.supports_prefill(q, k, v, paged=paged, causal=p.causal, right=right, windows=windows, softcap=softcap, sinks=sinks or None)
-        if why is None:
-            lines.append("Kernel: dflash2_prefill_hopper, Gluon for sm_90 (TMA, wgmma, specialised warps).")
-            return "\n".join([*lines, *hopper_prefill.describe_prefill(p, right, ragged=ragged, page_size=page_size, processors=processors(device))])
-    major = arch(device)
-    where = f"sm_{major}" if device.type == "cuda" else "Triton's interpreter, with a Hopper's tiles"
-    lines.append(f"Kernel: dflash2_prefill, portable Triton, on {where}" + (f", because the sm_90 kernel has no case for it: {why}." if why else "."))
-    config = launch_config(
-        p.D, p.Dv, q.element_size(), major, page_size, ragged, p.Hq // p.Hkv, p.Sq, None if ragged else p.Sq,
-        0 if windows is None else len(windows), softcap > 0,
-    )  # fmt: skip
+    decision = decide(_call_of(p, q, k, v, ragged, page_size, right, windows, softcap), device)
+    config = decision.plan
+    if decision.kernel == "dflash2_prefill_hopper":
+        lines.append("Kernel: dflash2_prefill_hopper, Gluon for sm_90 (TMA, wgmma, specialised warps).")
+        return "\n".join([*lines, *hopper_prefill.describe_prefill(p, config, ragged)])
+    why = f", because the sm_90 kernel has no case for it: {decision.why_not}." if decision.why_not else "."
+    lines.append(f"Kernel: dflash2_prefill, portable Triton, on {_where(device)}{why}")
     pack, block_m, block_n = config["PACK"], config["BLOCK_M"], config["BLOCK_N"]
     block_t = block_m // pack
     rows = f"{block_m} rows, {block_t} queries of {pack} heads that share K and V," if pack > 1 else f"{block_m} queries"
@@ -97,27 +90,17 @@ def _explain_decode(p, windows, softcap, sinks, device):
              + "".join(f", {w}" for w in words) + "."]  # fmt: skip
     if device_code(torch.empty(0, dtype=dtype, device=device)) is None:
         return "\n".join([*lines, f"Path: eager PyTorch in float32, because {_why_eager(device)}."])
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-    plan = plan_decode(
-        p.B, p.q_len, p.Hq // p.Hkv, p.Hkv, p.D, p.Dv, p.page_size, p.capacity, p.itemsize, arch(device), processors, p.latent, None,
-        reach_of(windows, p.q_len), None,
-    )  # fmt: skip
+    q, out = (torch.empty(p.B, p.q_len, p.Hq, n, dtype=dtype, device="meta") for n in (p.D, p.Dv))
+    cache = torch.empty(1, p.page_size, p.Hkv, p.D, dtype=dtype, device="meta")
+    v_cache = cache[..., : p.Dv] if p.latent else cache.new_empty(1, p.page_size, p.Hkv, p.Dv)
+    call = decode_call(q, cache, v_cache, out, p.capacity, latent=p.latent, windows=windows, softcap=softcap)
+    decision = decide(call, device)
+    if decision.kernel != "dflash2_decode":
+        return "\n".join([*lines, *(hopper_mla.describe_mla if p.latent else hopper_decode.describe_decode)(p, decision.plan)])
+    plan, _ = decision.plan
     tiles, rows = plan.config, p.q_len * (p.Hq // p.Hkv)
-    why = None
-    if hopper_runs(device):
-        q, out = (torch.empty(1, p.q_len, p.Hq, n, dtype=dtype, device="meta") for n in (p.D, p.Dv))
-        cache = torch.empty(1, p.page_size, p.Hkv, p.D, dtype=dtype, device="meta")
-        masks = dict(scale=1.0, windows=windows, softcap=softcap)
-        if p.latent:
-            why = hopper_mla.supports_mla(q, cache[:, :, 0], out, **masks)
-        elif not hopper_decode.pays(p.D, rows, p.page_size):
-            why = f"heads of {p.D} in pages of {p.page_size} are faster with this one"
-        else:
-            why = hopper_decode.supports_decode(q, cache, cache[..., : p.Dv], out, **masks)
-        if why is None:
-            return "\n".join([*lines, *(hopper_mla.describe_mla if p.latent else hopper_decode.describe_decode)(p, processors)])
-    where = f"sm_{arch(device)}" if device.type == "cuda" else "Triton's interpreter, with a Hopper's tiles"
-    lines.append(f"Kernel: dflash2_decode, portable Triton, on {where}" + (f", because of sm_90's kernel: {why}." if why else "."))
+    why = f", because of sm_90's kernel: {decision.why_not}." if decision.why_not else "."
+    lines.append(f"Kernel: dflash2_decode, portable Triton, on {_where(device)}{why}")
     lines.append(f"Tiles: {tiles['BLOCK_M']} rows for the {rows} of a KV head ({p.q_len} tokens x {p.Hq // p.Hkv} heads), so K and V are read "
                  f"{plan.row_tiles} x, by {tiles['BLOCK_N']} keys, {tiles['num_warps']} warps, {tiles['num_stages']} stages.")  # fmt: skip
     programs = p.Hkv * plan.row_tiles * plan.num_slots
@@ -127,6 +110,10 @@ def _explain_decode(p, windows, softcap, sinks, device):
         lines.append(f"Programs: up to {programs}. The device cuts the batch into about {plan.target} parts of equal length a KV head, no part below "
                      f"{plan.min_tiles * tiles['BLOCK_N']} keys, and the part of a sequence that finishes last merges the others in the same launch.")  # fmt: skip
     return "\n".join(lines)
+
+
+def _where(device):
+    return f"sm_{machine(device).arch}" if device.type == "cuda" else "Triton's interpreter, with a Hopper's tiles"
 
 
 def _why_eager(device):
@@ -189,31 +176,32 @@ def _warm_prefill(
     if _warm_hopper(p, q, k, v, (cu_q, cu_k, table, lengths), ragged, page_size, options):
         return
     if page_size:
-        paged_prefill(q, k, v, table, lengths, cu_q, short.Sq, **options)
+        dflash2_paged_prefill(q, k, v, table, lengths, cu_q, short.Sq, **options)
     elif ragged:
-        varlen(q, k, v, cu_q, cu_k, short.Sq, short.Sk, **options)
+        dflash2_varlen(q, k, v, cu_q, cu_k, short.Sq, short.Sk, **options)
     else:
-        dense(q, k, v, **options)
+        dflash2_attention(q, k, v, **options)
 
 
 def _warm_hopper(p, q, k, v, packed, ragged, page_size, options):
     """Launch the sm_90 kernel on the short tensors in the variant that problem ``p`` takes, which its lengths choose; whether it was."""
-    if not hopper_runs(q.device) or not (p.B and p.Sq):
+    if not (p.B and p.Sq) or device_code(q) is None:
         return False
     options = dict(options)
     return_lse, names = options.pop("return_lse"), ("windows", "softcap", "right")
     options |= zip(names, check_options((q, k, v), p.Hq, p.causal, options["windows"], options["softcap"], options["sinks"], return_lse, options["right"]))
-    out = q.new_empty(*q.shape[:-1], p.Dv)
-    if hopper_prefill.supports_prefill(q, k, v, out=out, paged=page_size > 0, **options) is not None:
+    ragged = ragged or page_size > 0
+    whole = _meta_tensors(p, ragged, page_size)
+    decision = decide(_call_of(p, *whole, ragged, page_size, options["right"], options["windows"], options["softcap"]), q.device)
+    if decision.kernel != "dflash2_prefill_hopper":
         return False
+    out = q.new_empty(*q.shape[:-1], p.Dv)
     cu_q, cu_k, table, lengths = packed
     if page_size:
         packed = dict(cu_seqlens_q=cu_q, block_table=table, seq_lens=lengths)
     else:
         packed = dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k) if ragged else {}
-    config, _, num_splits, *_ = hopper_prefill.plan_problem(
-        p, options["right"], ragged=ragged, page_size=page_size, processors=processors(q.device), windows=options["windows"] is not None
-    )
+    config, _, num_splits, *_ = decision.plan
     lse = q.new_empty(*((p.Hq, len(q)) if ragged else q.shape[:3]), dtype=torch.float32) if return_lse else None
     # The number of splits is a value; whether there are any is a variant.
     hopper_prefill.launch_prefill(q, k, v, out, lse, num_splits=min(num_splits, 2), config=config, **packed, **options)
@@ -250,6 +238,16 @@ def _meta_tensors(p, ragged, page_size):
     return tuple(torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
 
 
+def _call_of(p, q, k, v, ragged, page_size, right, windows, softcap):
+    """What is decided about: the call on q, k, v of ``_meta_tensors`` of problem ``p``."""
+    pages = -(-p.Sk // page_size) * page_size if page_size else None
+    out = q.new_empty(*q.shape[:-1], p.Dv)
+    return prefill_call(
+        q, k, v, out, right=right, windows=windows, softcap=softcap, num_seqs=p.B if ragged else None, capacity=pages,
+        longest=p.Sq if ragged else None,
+    )  # fmt: skip
+
+
 def _check_problem(name, problem):
     missing = [field for field in ("B", "Hq", "Hkv", "D", "Dv", "dtype") if not hasattr(problem, field)]
     if missing:
@@ -266,8 +264,8 @@ def _check_problem(name, problem):
         raise ValueError(f"{RUNG}: {name}.Dv is {problem.Dv} in a latent cache; want a power of two, at least 16")
     if getattr(problem, "latent", False) and problem.D > 2 * problem.Dv:
         raise NotImplementedError(f"{RUNG}: {name}.D is {problem.D}, above twice Dv = {problem.Dv}")
-    if max(problem.D, problem.Dv) > 256 and not getattr(problem, "latent", False):
-        raise NotImplementedError(f"{RUNG}: head sizes {problem.D}/{problem.Dv}; want at most 256")
+    if max(problem.D, problem.Dv) > MAX_HEAD_DIM and not getattr(problem, "latent", False):
+        raise NotImplementedError(f"{RUNG}: head sizes {problem.D}/{problem.Dv}; want at most {MAX_HEAD_DIM}")
 
 
 def _check_layout(sinks, ragged, page_size):

@@ -3,12 +3,9 @@
 import torch
 
 from ladder.contract import FLOATS, check_integer, merge_config
-from ladder.rungs import MAX_HEAD_DIM
-from ladder.step06_paged.attention import processors
-from ladder.step07_dflash1.tiles import arch
 
 from .checks import check_windows, unlike
-from .dispatch import RUNG, device_code
+from .dispatch import RUNG, device_code, machine
 from .tiles import FIXED, block_b, frozen, plan_decode, reach_of
 
 
@@ -56,27 +53,29 @@ def get_decode_schedule(
     if seq_lens.is_meta:
         raise ValueError(f"{RUNG}: seq_lens is on meta; want a tensor with elements, on a CUDA device or a CPU")
     device, batch = seq_lens.device, seq_lens.shape[0]
+    latent = num_kv_heads == 1 and head_dim_v < head_dim <= 2 * head_dim_v  # as MLA's is; other tensors so shaped get the same tiles
     plan = plan_decode(
         batch, q_len, num_heads // num_kv_heads, num_kv_heads, head_dim, head_dim_v, page_size, max_seq_len, dtype.itemsize,
-        arch(device), processors(device), head_dim > MAX_HEAD_DIM, None, reach_of(windows, q_len), frozen(config),
+        machine(device).arch, machine(device).processors, latent, None, reach_of(windows, q_len), frozen(config),
     )  # fmt: skip
     if out is None:
         out = seq_lens.new_empty(plan.num_slots, 4)
     elif not isinstance(out, torch.Tensor) or out.shape != (plan.num_slots, 4) or out.dtype != torch.int32 \
             or out.device != device or not out.is_contiguous():  # fmt: skip
         raise unlike("out", out, f"a contiguous int32 torch.Tensor ({plan.num_slots}, 4) on {device}")
-    if device_code(seq_lens, "portable.decode_kernel") is None:
+    kernels = device_code(seq_lens, "portable.decode_kernel")
+    if kernels is None:
         fill_schedule(out, seq_lens, q_len, max_seq_len, windows, plan)
     elif plan.num_slots:
-        launch_schedule(out, seq_lens, q_len, max_seq_len, windows, plan)
+        launch_schedule(kernels, out, seq_lens, q_len, max_seq_len, windows, plan)
     return out
 
 
-def launch_schedule(schedule, seq_lens, q_len, capacity, windows, plan):
+def launch_schedule(kernels, schedule, seq_lens, q_len, capacity, windows, plan):
     """Launch ``dflash2_schedule``, which fills the num_slots entries of ``schedule``."""
-    batch, kernel = seq_lens.shape[0], device_code(seq_lens, "portable.decode_kernel").dflash2_schedule
+    batch = seq_lens.shape[0]
     with torch.cuda.device_of(seq_lens):
-        kernel[(plan.num_slots,)](
+        kernels.dflash2_schedule[(plan.num_slots,)](
             schedule, seq_lens, None if windows is None else windows.table(seq_lens.device), batch, q_len, capacity,
             plan.target, plan.most, plan.min_tiles,
             NUM_RANGES=0 if windows is None else len(windows), BLOCK_N=plan.config["BLOCK_N"], BLOCK_B=block_b(batch), num_warps=2,

@@ -63,14 +63,9 @@ def launch_config(
     return {**config, "PACK": pack}
 
 
-def layout_of(k, v):
-    """``layout`` of step 07, remembered: the strides of a model's tensors are the same call after call."""
-    aligned = (k.data_ptr() | v.data_ptr()) % 16 == 0
-    return _layout_of(k.dtype, aligned, k.stride(), v.stride(), k.shape[-1], v.shape[-1])
-
-
 @functools.lru_cache(maxsize=4096)
-def _layout_of(dtype, aligned, k_strides, v_strides, head_dim, head_dim_v):
+def layout_of(dtype, aligned, k_strides, v_strides, head_dim, head_dim_v):
+    """``layout`` of step 07 for tensors of these strides; aligned: whether k and v begin at multiples of 16 bytes."""
     k, v = (torch.empty_strided((*[1] * (len(s) - 1), d), s, dtype=dtype, device="meta") for s, d in ((k_strides, head_dim), (v_strides, head_dim_v)))
     found = layout(k, v)
     return found if aligned else {**found, "ALIGNED": 0}

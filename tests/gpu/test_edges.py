@@ -15,6 +15,7 @@ from ladder.lab.parity import nan_allocations
 from ladder.step07_dflash1 import DecodeWorkspace
 from ladder.step08_dflash2 import (
     RangeWindows,
+    decision,
     dflash2_attention,
     dflash2_decode,
     dflash2_mla_decode,
@@ -126,6 +127,7 @@ def test_rows_of_no_sequence_stay_as_they_are(splits, paged, dims, monkeypatch):
     if splits is not None:
         monkeypatch.setattr(hopper, "choose_splits", lambda *_: splits)
         hopper.plan_prefill.cache_clear()
+        monkeypatch.setattr(decision, "_decide_prefill", decision._decide_prefill.__wrapped__)
     used, total, keys = 45, 70, (900, 0, 2500)
     q, cu = rows(total, 4, dims[0]), ints(0, 20, 25, used)
     q[used:] = NAN

@@ -11,6 +11,7 @@ from ladder.lab.decode_problem import DecodeOracle, DecodeProblem, PagedInputs
 from ladder.lab.parity import poison
 from ladder.step08_dflash2 import (
     DecodeWorkspace,
+    decision,
     dflash2_decode,
     dflash2_mla_decode,
     get_decode_schedule,
@@ -51,6 +52,7 @@ def kernel(request, monkeypatch):
     """The kernel that a call takes by itself, and sm_90's wherever it can."""
     if request.param == "hopper":
         monkeypatch.setattr(hopper_decode, "pays", lambda *_: True)
+        monkeypatch.setattr(decision, "_decide_decode", decision._decide_decode.__wrapped__)
     return request.param
 
 
@@ -114,6 +116,7 @@ def test_a_fixed_number_of_splits_ignores_the_rest_of_the_batch(kernel):
 
 def test_a_schedule_gives_the_same_bits(monkeypatch):
     monkeypatch.setattr(hopper_decode, "pays", lambda *_: False)  # sm_90's kernel finds its own
+    monkeypatch.setattr(decision, "_decide_decode", decision._decide_decode.__wrapped__)
     inputs = PROBLEMS["ragged"].make(CUDA)
     shape = dict(num_heads=32, num_kv_heads=8, head_dim=128, page_size=64, max_seq_len=16384)
     schedule = get_decode_schedule(inputs.seq_lens, **shape)

@@ -1,9 +1,8 @@
 """Step 08's fusion on a GPU: bfloat16, models' sizes, graphs, no waiting, offsets past 2^31, one launch where one is promised."""
 
-import importlib
-
 import pytest
 import torch
+from support import step08_block as blocks
 
 from ladder.bench import fusion as chains
 from ladder.lab.parity import inside_nan, poison
@@ -228,7 +227,6 @@ def test_every_case_of_the_benchmark_is_right():
 @pytest.mark.parametrize("name", ["llama", "qwen3 moe", "v2 lite", "v3"])
 def test_a_block_in_a_graph(name):
     """A whole block captured at one length and replayed at the next, against the same block called."""
-    blocks = importlib.import_module("test_step08_block")
     block = blocks.randomised(blocks.BLOCKS[name]()).to(torch.bfloat16)
     outputs = []
     for captured in (False, True):

@@ -3,9 +3,6 @@
 import importlib
 import inspect
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,21 +15,22 @@ from ladder.lab.decode_problem import DecodeProblem
 from ladder.lab.problem import MINILM, AttentionProblem
 from ladder.step08_dflash2 import (
     RangeWindows,
+    decision,
     dflash2_attention,
     dflash2_paged_prefill,
     dflash2_varlen,
+    dispatch,
     eager,
     explain,
     warmup,
 )
-from ladder.step08_dflash2 import prefill as module
-from ladder.step08_dflash2.api import dense, varlen
 from ladder.step08_dflash2.dispatch import device_code
 from ladder.step08_dflash2.hopper import prefill as hopper
 from ladder.step08_dflash2.tiles import launch_config, scale_factors
 
 explaining = importlib.import_module("ladder.step08_dflash2.explain")  # whose name in the package is the function's
 WINDOW = WINDOWS["sink 4, window 7"]
+HOPPER = dispatch.Machine(90, 132, True)
 
 
 @pytest.fixture(params=("kernel", "eager"))
@@ -98,8 +96,8 @@ def test_exports():
 def test_keywords_and_docstrings(name):
     function = ENTRIES[name][0]
     keywords = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    assert [p.name for p in keywords] == ["causal", "scale", "windows", "softcap", "sinks", "return_lse", "out"]
-    assert [p.default for p in keywords] == [name == "paged_prefill", None, None, 0.0, None, False, None]
+    assert [p.name for p in keywords] == ["causal", "scale", "windows", "softcap", "sinks", "return_lse", "out", "right"]
+    assert [p.default for p in keywords] == [name == "paged_prefill", None, None, 0.0, None, False, None, None]
     for word in ("Args:", "Returns:", "Raises:", "Source:"):
         assert word in function.__doc__, f"{name} lacks {word}"
 
@@ -177,25 +175,28 @@ def test_hopper_kernel_is_asked_first(monkeypatch):
         reason = None
 
         @classmethod
-        def supports_prefill(cls, q, k, v, *, out, paged, scale, causal, right, windows, softcap, sinks):
-            calls.append((q.ndim, paged, causal, right, windows, softcap, sinks is None))
+        def supports_prefill(cls, call):
+            calls.append((len(call.q[0]), call.capacity is not None, call.right, call.num_ranges, call.softcap))
             return cls.reason
 
         @staticmethod
         def launch_prefill(q, k, v, out, lse, *, cu_seqlens_q, cu_seqlens_k, block_table, seq_lens, max_seqlen_q,
-                           causal, right, scale, windows, softcap, sinks):  # fmt: skip
+                           causal, right, scale, windows, softcap, sinks, plan):  # fmt: skip
+            assert plan
             out.fill_(7.0)
             calls.append((scale, max_seqlen_q, cu_seqlens_q is None, cu_seqlens_k is None, block_table is None, seq_lens is None))
 
-    monkeypatch.setattr(module, "hopper_runs", lambda device: True)
-    monkeypatch.setattr(module, "hopper_prefill", Hopper)
+    monkeypatch.setattr(dispatch, "machine", lambda _: HOPPER)
+    monkeypatch.setattr(decision, "_decide_prefill", decision._decide_prefill.__wrapped__)
+    monkeypatch.setattr(hopper, "supports_prefill", Hopper.supports_prefill)
+    monkeypatch.setattr(hopper, "launch_prefill", Hopper.launch_prefill)
     for name, shape, flags in (("attention", (4, False), (None, True, True, True, True)),
                                ("varlen", (3, False), (None, False, False, True, True)),
                                ("paged_prefill", (3, True), (None, False, True, False, False))):  # fmt: skip
         function, inputs = ENTRIES[name]
         calls.clear()
         out = function(*inputs(), causal=True, windows=WINDOW, softcap=2.0)
-        assert (out == 7).all() and calls == [(*shape, True, 0, WINDOW, 2.0, True), (0.25, *flags)]
+        assert (out == 7).all() and calls == [(*shape, 0, 1, True), (0.25, *flags)]
     Hopper.reason = "it is Tuesday"
     calls.clear()
     assert not (dflash2_attention(*dense_inputs()) == 7).all() and len(calls) == 1
@@ -275,9 +276,9 @@ def test_more_refusals(path):
         dflash2_varlen(*packed_inputs(), None, -1)
     for right, error in ((-1, ValueError), (0.5, TypeError)):
         with pytest.raises(error, match=f"step08_dflash2: right is {right}"):
-            dense(q, k, v, right=right)
+            dflash2_attention(q, k, v, right=right)
     with pytest.raises(ValueError, match="right is 3 under a causal mask; want 0 or None"):
-        varlen(*packed_inputs(), causal=True, right=3)
+        dflash2_varlen(*packed_inputs(), causal=True, right=3)
     with pytest.raises(ValueError, match="elements on top of each other"):
         dflash2_attention(q, k, v, out=q.new_zeros(1, 4, 1, 8).expand(1, 4, 9, 8))
     with pytest.raises(ValueError, match="step08_dflash2: q is on meta; want a tensor with elements"):
@@ -432,14 +433,15 @@ def test_explain_and_warmup_of_decode(path):
 def test_warmup_compiles_what_a_call_launches(path, monkeypatch):
     p = AttentionProblem(Hq=4, Hkv=2, Sq=20, Sk=30, D=16, Dv=16, causal=True)
     launched, configs = [], []
-    for name in ("dense", "varlen", "paged_prefill"):
+    for name in ("dflash2_attention", "dflash2_varlen", "dflash2_paged_prefill"):
         real = getattr(explaining, name)
         monkeypatch.setattr(explaining, name, lambda *a, real=real, name=name, **k: launched.append((name, k)) or real(*a, **k))
-    real_config = module.launch_config
-    monkeypatch.setattr(module, "launch_config", lambda *a, **k: configs.append(real_config(*a, **k)) or configs[-1])
+    real_config = decision.launch_config
+    monkeypatch.setattr(decision, "_decide_prefill", decision._decide_prefill.__wrapped__)
+    monkeypatch.setattr(decision, "launch_config", lambda *a, **k: configs.append(real_config(*a, **k)) or configs[-1])
     shapes = [p, (p, dict(ragged=True)), (p.replace(Sq=1), dict(page_size=16, sinks=True, windows=WINDOW, softcap=1.0, return_lse=True))]
     assert warmup(shapes) == 3 and warmup([]) == 0
-    assert [name for name, _ in launched] == ["dense", "varlen", "paged_prefill"]
+    assert [name for name, _ in launched] == ["dflash2_attention", "dflash2_varlen", "dflash2_paged_prefill"]
     last = launched[-1][1]
     assert last["windows"] == WINDOW and last["sinks"].shape == (4,) and last["return_lse"] and last["causal"]
     if path == "kernel" and not ON_GPU:
@@ -464,14 +466,14 @@ def test_launch_config_covers_the_head_and_fits(arch):
 
 
 EVERY_THIRD = """
-import json, sys
+import json
 from ladder.lab.compile import matrix as compile_matrix
 from ladder.rungs import find
 from ladder.lab.compile.cases_step08 import prefill_compile_cases
 
-target = compile_matrix.capability(sys.argv[1])
+target = compile_matrix.capability(TARGET)
 compile_matrix.cases_of = lambda *_, **__: list(prefill_compile_cases(target))[::3]
-for row in compile_matrix.compile_rows([sys.argv[1]], [find(8)]):
+for row in compile_matrix.compile_rows([TARGET], [find(8)]):
     print(json.dumps(row))
 """
 
@@ -482,13 +484,7 @@ def test_prefill_compiles(target):
     """No spills; on Hopper its own matrix instructions, none of which waits for the one before. A third of the cases: the
     compile matrix has them all."""
     pytest.importorskip("triton.backends.nvidia", reason="Triton's NVIDIA back end compiles these kernels")
-    from ladder.lab.compile import matrix as compile_matrix
-
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(x for x in (str(compile_matrix.ROOT), os.environ.get("PYTHONPATH")) if x)
-    done = subprocess.run([sys.executable, "-c", EVERY_THIRD, target], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    rows = [json.loads(line) for line in python(EVERY_THIRD.replace("TARGET", repr(target))).splitlines()]
     assert len(rows) > 10
     for row in rows:
         assert row["problem"] is None, f"{row['case']}: {row['problem']}"
@@ -504,8 +500,7 @@ def test_prefill_compiles(target):
 
 def test_explain_of_decode_on_hopper_names_the_kernel_that_runs(monkeypatch):
     monkeypatch.setattr(explaining, "device_code", lambda *_: object())
-    monkeypatch.setattr(explaining, "hopper_runs", lambda *_: True)
-    monkeypatch.setattr(explaining, "arch", lambda *_: 90)
+    monkeypatch.setattr(dispatch, "machine", lambda _: HOPPER)
     p = DecodeProblem(dtype="bfloat16")
     assert "dflash2_decode_hopper" in explain(p) and "dflash2_decode_hopper" in explain(p, sinks=True)
     assert "faster with this one" in explain(p.replace(D=64, Dv=64))
@@ -534,12 +529,16 @@ def test_warmup_on_hopper_compiles_what_the_call_takes(monkeypatch, layout, D, c
         assert not found[0]["ALIGNED"] or (keys - rows) % 128 == 0
         launched.append((found[0], found[2] > 1))
 
-    monkeypatch.setattr(explaining, "hopper_runs", lambda *_: True)
+    monkeypatch.setattr(dispatch, "machine", lambda _: HOPPER)
+    monkeypatch.setattr(explaining, "device_code", lambda *_: object())
     monkeypatch.setattr(hopper, "launch_prefill", launch_prefill)
-    monkeypatch.setattr(explaining, "processors", lambda *_: 132)
     for B, Sq, Sk in ((1, 1, 4096), (1, 100, 4196), (4, 512, 1000), (8, 900, 1000), (4, 4096, 4096), (1, 128, 32768)):
         p = AttentionProblem(B=B, Hq=32, Hkv=8, Sq=Sq, Sk=Sk, D=D, Dv=D, causal=causal, dtype="bfloat16")
-        wanted, _, splits, _, _ = hopper.plan_problem(p, 0 if causal else None, processors=132, **layout)
+        ragged, page_size = bool(layout), layout.get("page_size", 0)
+        keys = -(-Sk // page_size) * page_size if page_size else B * Sk if ragged else Sk
+        wanted, _, splits, _, _ = hopper.plan_prefill(
+            B, 32, 4, B * Sq if ragged else Sq, keys, D, D, 0 if causal else None, ragged, page_size > 0, Sq, 132
+        )
         assert warmup([(p, dict(layout, return_lse=True))], "cpu") == 1
         assert launched.pop() == (wanted, splits > 1), f"{B} x {Sq} on {Sk}"
 

@@ -1,13 +1,12 @@
 """Rung 08's decode: the schedule, windows, softcap and sinks, MLA, the operators, and the errors a user sees."""
 
 import importlib
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
 import torch
 from support.decode_checks import LAYOUTS, PROBLEMS, _problem, check_decode, inputs_of
+from support.process import python
 from support.step08_checks import DEVICE, ON_GPU, WINDOWS, check_windows, hide, mla
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,10 +17,12 @@ from ladder.rungs import find
 from ladder.step08_dflash2 import (
     DecodeWorkspace,
     api,
+    decision,
     decode,
     decode_bytes_moved,
     dflash2_decode,
     dflash2_mla_decode,
+    dispatch,
     get_decode_schedule,
 )
 from ladder.step08_dflash2 import schedule as scheduling
@@ -87,8 +88,9 @@ def test_a_fixed_number_of_splits_ignores_the_rest_of_the_batch():
 
 def test_wide_offsets_give_the_same_numbers(monkeypatch):
     inputs = inputs_of(PROBLEMS["d192/128"])
-    narrow, layout = dflash2_decode(*inputs, config=SMALL), decode.layout
-    monkeypatch.setattr(decode, "layout", lambda k, v: {**layout(k, v), "WIDE": True})
+    narrow, layout_of = dflash2_decode(*inputs, config=SMALL), decision.layout_of
+    monkeypatch.setattr(decision, "_decide_decode", decision._decide_decode.__wrapped__)
+    monkeypatch.setattr(decision, "layout_of", lambda *args: {**layout_of(*args), "WIDE": True})
     assert torch.equal(dflash2_decode(*inputs, config=SMALL), narrow)
 
 
@@ -294,7 +296,7 @@ def test_a_table_without_pages_is_not_looked_at(latent):
     call, caches = (dflash2_mla_decode, [cache[:, :, 0]]) if latent else (dflash2_decode, [cache, cache])
     with (
         mock.patch.object(decode, "check_paged", lambda *a, scale, **_: scale),
-        mock.patch.object(decode, "hopper_runs", lambda _: True), mock.patch.object(decode.hopper_mla, "launch_mla") as launch_mla,
+        mock.patch.object(dispatch, "machine", lambda _: dispatch.Machine(90, 132, True)), mock.patch.object(decode.hopper_mla, "launch_mla") as launch_mla,
         mock.patch.object(decode.hopper_decode, "launch_decode") as launch_decode,
     ):  # fmt: skip
         call(q, *caches, torch.zeros(2, 1, dtype=torch.int32, device=DEVICE), lens, **options)
@@ -453,7 +455,7 @@ def test_absorbed_mla_is_mla():
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
 def test_the_eager_path(dtype, monkeypatch):
     monkeypatch.setattr(decode, "device_code", lambda *_: None)
-    monkeypatch.setattr(decode, "_launch_decode", None)
+    monkeypatch.setattr(decode, "launch", None)
     sinks = torch.tensor([1.0, 2.0, 0.0, -1.0])
     for windows in (None, WINDOWS["sink 4, window 7"]):
         inputs = inputs_of(_problem(q_len=2, lengths=(0, 1, 40), dtype=dtype))
@@ -478,9 +480,7 @@ get_decode_schedule(lens, num_heads=2, num_kv_heads=1, head_dim=16, page_size=16
 assert (dflash2_decode(q, cache, cache, table, lens) == 1).all()
 assert "triton" not in sys.modules and not torch.cuda.is_initialized()
 """
-    env = {k: v for k, v in __import__("os").environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
+    python(code)
 
 
 def compiled(function, backend="aot_eager"):

@@ -2,26 +2,30 @@
 
 import contextlib
 import itertools
-import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
-from support import ROOT
+from support.process import python
 
 pytest.importorskip("triton")
 
+from support.step08_fusion import (  # noqa: E402
+    DEVICE,
+    NAN,
+    check_mla,
+    check_qkv,
+    check_router,
+    mla_inputs,
+    qkv_inputs,
+    router_inputs,
+)
+
 from ladder.bench import fusion as chains  # noqa: E402
 from ladder.lab import results  # noqa: E402
-from ladder.lab.parity import inside_nan, nan_allocations  # noqa: E402
+from ladder.lab.parity import inside_nan  # noqa: E402
 from ladder.step07_dflash1 import DecodeWorkspace, group_tokens  # noqa: E402
 from ladder.step08_dflash2 import fusion  # noqa: E402
-from ladder.step08_dflash2.fusion import append, launch, rope  # noqa: E402
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-NAN = float("nan")
+from ladder.step08_dflash2.fusion import append, launch  # noqa: E402
 
 
 @pytest.fixture
@@ -45,125 +49,6 @@ def launched_with(function, **parameters):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, function, lambda *args: {**chosen(*args), **parameters})
         yield
-
-
-def qkv_inputs(
-    T=5, hidden=48, heads=4, kv_heads=2, dim=16, rot=16, dtype=torch.float32, norms=False, bias=False, interleaved=False, seed=0
-):
-    """Positional and keyword arguments of ``fused_qkv_rope_append``: caches of NaN, slots out of order."""
-    random = torch.Generator().manual_seed(seed)
-
-    def normal(*size, scale=1.0):
-        return (torch.randn(size, generator=random) * scale).to(DEVICE, dtype)
-
-    columns, page_size = (heads + 2 * kv_heads) * dim, 4
-    pages = -(-T // page_size) + 2
-    cos, sin = fusion.rope_tables(rot, 60, device=DEVICE)
-    caches = [torch.full((pages, page_size, kv_heads, dim), NAN, device=DEVICE, dtype=dtype) for _ in range(2)]
-    slots = torch.randperm(pages * page_size, generator=random)[:T].to(DEVICE)
-    positions = torch.randint(60, (T,), generator=random).to(DEVICE)
-    options = dict(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, interleaved=interleaved)
-    if norms:
-        options |= dict(q_norm_weight=1 + normal(dim, scale=0.2), k_norm_weight=1 + normal(dim, scale=0.2), norm_eps=1e-5)
-    if bias:
-        options["bias"] = normal(columns)
-    return [normal(T, hidden), normal(columns, hidden, scale=hidden**-0.5), cos, sin, positions, *caches, slots], options
-
-
-def mla_inputs(T=5, hidden=48, heads=3, rank=32, rot=16, dtype=torch.float32, weight=True, nope=True, interleaved=True, seed=0):
-    random = torch.Generator().manual_seed(seed)
-
-    def normal(*size, scale=1.0):
-        return (torch.randn(size, generator=random) * scale).to(DEVICE, dtype)
-
-    page_size = 4
-    pages = -(-T // page_size) + 2
-    cos, sin = fusion.rope_tables(rot, 60, device=DEVICE)
-    cache = torch.full((pages, page_size, rank + rot), NAN, device=DEVICE, dtype=dtype)
-    slots = torch.randperm(pages * page_size, generator=random)[:T].to(DEVICE)
-    positions = torch.randint(60, (T,), generator=random).to(DEVICE)
-    options = dict(interleaved=interleaved, norm_eps=1e-5)
-    if weight:
-        options["weight"] = normal(rank + rot, hidden, scale=hidden**-0.5)
-    if nope:
-        options["q_nope"] = normal(T, heads, rank)
-    x = normal(T, hidden if weight else rank + rot)
-    return [x, 1 + normal(rank, scale=0.2), cos, sin, positions, cache, slots, normal(T, heads, rot)], options
-
-
-def router_inputs(T=5, hidden=48, experts=16, top_k=3, dtype=torch.float32, gate_dtype=None, residual=True, bias=False, seed=0, **options):
-    random = torch.Generator().manual_seed(seed)
-
-    def normal(*size, scale=1.0, dtype=dtype):
-        return (torch.randn(size, generator=random) * scale).to(DEVICE, dtype)
-
-    gate = normal(experts, hidden, scale=2 * hidden**-0.5, dtype=gate_dtype or dtype)
-    args = [normal(T, hidden), normal(T, hidden) if residual else None, 1 + normal(hidden, scale=0.2), gate]
-    return args, dict(top_k=top_k, correction_bias=normal(experts, scale=0.3, dtype=torch.float32) if bias else None, **options)
-
-
-def _each(values, function):
-    return [function(v) if isinstance(v, torch.Tensor) else v for v in values]
-
-
-def chain(function, args, options, dtype=None):
-    """(result, args) of a chain on copies of the arguments; negative slots go to one page more than the caches have."""
-    cast = (lambda x: x.to(dtype or x.dtype, copy=True) if x.is_floating_point() else x.clone())  # fmt: skip
-    args = _each(args, cast)
-    options = dict(zip(options, _each(options.values(), cast)))
-    where = [i for i, x in enumerate(args) if i in (5, 6) and isinstance(x, torch.Tensor) and x.is_floating_point()]
-    if where:
-        slots = args[where[-1] + 1]
-        spare = args[where[0]].shape[0] * args[where[0]].shape[1]
-        for i in where:
-            more = args[i].new_full((1 + len(slots) // args[i].shape[1], *args[i].shape[1:]), NAN)
-            args[i] = torch.cat([args[i], more])
-        number = torch.arange(len(slots), device=slots.device)
-        args[where[-1] + 1] = torch.where(slots < 0, spare + number, slots).long()
-    args[4:5] = [args[4].long()] if len(args) > 4 else []
-    return function(*args, **options), args
-
-
-def check_append(call, function, args, options, caches, **more):
-    """Run ``call`` and hold its result and the whole of its caches against the chain in float64."""
-    before = [args[i].clone() for i in caches]
-    exact, exact_args = chain(function, args, options, torch.float64)
-    other, other_args = chain(function, args, options)
-    with nan_allocations():
-        result = call(*args, **options, **more)
-    for i, old in zip(caches, before):
-        pages = len(old)
-        touched = ~exact_args[i][:pages].isnan()
-        assert torch.equal(args[i].isnan(), ~touched), "rows that no slot names were written, or some were not"
-    pick = [exact_args[i][: len(args[i])].nan_to_num() for i in caches]
-    parity = chains.check_budget(
-        [result, *(args[i].nan_to_num() for i in caches)], [exact, *pick],
-        [other, *(other_args[i][: len(args[i])].nan_to_num() for i in caches)],
-    )  # fmt: skip
-    assert parity, parity.reason
-    return result
-
-
-def check_qkv(args, options, **more):
-    return check_append(fusion.fused_qkv_rope_append, chains.chain_qkv, args, options, (5, 6), **more)
-
-
-def check_mla(args, options, **more):
-    return check_append(fusion.fused_mla_append, chains.chain_mla, args, options, (5,), **more)
-
-
-def check_router(args, options, **more):
-    exact, _ = chain(chains.chain_router, args, {k: v for k, v in options.items() if k != "group_score"}, torch.float64)
-    other, _ = chain(chains.chain_router, args, {k: v for k, v in options.items() if k != "group_score"})
-    with nan_allocations():
-        result = fusion.fused_norm_router(*args, **options, **more)
-    parity = chains.check_budget(result[:2], exact[:2], other[:2])
-    assert parity, parity.reason
-    rules = {k: v for k, v in options.items() if k not in ("top_k", "eps", "group_score")}
-    parity = chains.check_choice(result[0], args[3], *result[2:], **rules)
-    assert parity, parity.reason
-    assert [x.dtype for x in result[2:]] == [torch.float32, torch.int32, torch.int32]
-    return result
 
 
 # Projection, norm, rotation, cache
@@ -368,20 +253,13 @@ def test_router_partial_sums(fused):
         check_router(*router_inputs(T=19, hidden=70, experts=30, num_groups=3, topk_groups=2), fused=fused)
 
 
-def test_router_top2_against_max():
+@pytest.mark.parametrize("group_score, want", [("max", 0), ("top2", 2), (None, 0)])
+def test_router_top2_against_max(group_score, want, path):
     """A group with the best expert loses to the group with the best pair, if pairs are what counts."""
-    x = torch.ones(1, 4, device=DEVICE)
+    x, norm = torch.ones(1, 4, device=DEVICE), torch.ones(4, device=DEVICE)
     gate = torch.tensor([3.0, 0.0, 2.0, 1.9, -1.0, -1.0], device=DEVICE)[:, None].expand(6, 4).contiguous() / 4
-    for group_score, want in (("max", 0), ("top2", 2), (None, 0)):
-        for patched in (False, True):
-            with pytest.MonkeyPatch.context() as patch:
-                if patched:
-                    patch.setattr(launch, "kernels", lambda x: None)
-                ids = fusion.fused_norm_router(
-                    x, None, torch.ones(4, device=DEVICE), gate, top_k=1, num_groups=3, topk_groups=1, group_score=group_score,
-                    scoring="sigmoid",
-                )[3]  # fmt: skip
-                assert ids.tolist() == [[want]], group_score
+    groups = dict(num_groups=3, topk_groups=1, group_score=group_score)
+    assert fusion.fused_norm_router(x, None, norm, gate, top_k=1, scoring="sigmoid", **groups)[3].tolist() == [[want]]
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
@@ -459,126 +337,6 @@ def test_add_norm(path):
         torch.testing.assert_close(normed, torch.nn.functional.rms_norm(total, (hidden,), norm, 1e-5))
 
 
-# Tables
-
-
-def test_rope_tables():
-    cos, sin = fusion.rope_tables(8, 5, theta=100.0)
-    assert cos.shape == sin.shape == (5, 4) and cos.dtype == sin.dtype == torch.float32
-    for position, pair in itertools.product(range(5), range(4)):
-        angle = position * 100.0 ** (-2 * pair / 8)
-        assert float(cos[position, pair]) == pytest.approx(math.cos(angle), abs=1e-7)
-        assert float(sin[position, pair]) == pytest.approx(math.sin(angle), abs=1e-7)
-
-
-def test_rope_tables_are_made_where_they_are_asked_for():
-    """Also while a model is made on another device."""
-    want = fusion.rope_tables(16, 9, scaling=YARN)
-    with torch.device("meta"):
-        found = fusion.rope_tables(16, 9, scaling=YARN)
-    assert all(torch.equal(*pair) for pair in zip(found, want))
-
-
-def test_rope_tables_linear():
-    plain, stretched = fusion.rope_tables(16, 41), fusion.rope_tables(16, 161, scaling={"type": "linear", "factor": 4.0})
-    for a, b in zip(plain, stretched):
-        torch.testing.assert_close(b[::4], a)
-
-
-def test_rope_tables_yarn():
-    """DeepSeek-V2's: fast pairs as trained, slow ones stretched by the factor, a ramp between; the factors cancel."""
-    scaling = dict(type="yarn", factor=40, original_max_position_embeddings=4096, beta_fast=32, beta_slow=1)
-    scaling |= dict(mscale=0.707, mscale_all_dim=0.707)
-    plain, _ = rope.frequencies(64, 10000.0, None)
-    frequencies, factor = rope.frequencies(64, 10000.0, scaling)
-    ratio = frequencies / plain
-    assert factor == 1.0 and float(ratio[0]) == 1.0 and float(ratio[-1]) == pytest.approx(1 / 40)
-    turns = 4096 * plain / (2 * math.pi)
-    assert (ratio[turns > 40] == 1).all() and torch.allclose(ratio[turns < 0.7], torch.tensor(1 / 40, dtype=torch.float64))
-    assert (ratio.diff() < 1e-12).all()
-    del scaling["mscale"]
-    assert rope.frequencies(64, 10000.0, scaling)[1] == pytest.approx(0.1 * math.log(40) + 1)
-    cos, _ = fusion.rope_tables(64, 3, scaling={**scaling, "attention_factor": 2.0})
-    assert (cos[0] == 2).all()
-    assert fusion.yarn_mscale(40, 0.707) == pytest.approx(0.1 * 0.707 * math.log(40) + 1) and fusion.yarn_mscale(0.5) == 1
-
-
-def test_rope_tables_llama3():
-    """Llama 3.1's: pairs that turn more than 4 times in the trained context as they were, fewer than once stretched."""
-    scaling = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
-    plain, _ = rope.frequencies(128, 5e5, None)
-    frequencies, factor = rope.frequencies(128, 5e5, scaling)
-    ratio, turns = frequencies / plain, 8192 * plain / (2 * math.pi)
-    between = (turns > 1) & (turns < 4)
-    assert factor == 1.0 and (ratio[turns >= 4] == 1).all() and torch.allclose(ratio[turns <= 1], torch.full_like(ratio[turns <= 1], 1 / 8))
-    torch.testing.assert_close(ratio[between], 1 / 8 + 7 / 8 * (turns[between] - 1) / 3)
-    assert between.any()
-
-
-ROPE_SCALINGS = [
-    {"rope_type": "default"},
-    {},
-    {"rope_type": "linear", "factor": 3.0},
-    {"type": "linear", "rope_type": "linear", "factor": 3.0, "attention_factor": None},
-    {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 0.5},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "beta_fast": 16, "truncate": False},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "beta_slow": 2, "attention_factor": 0.5},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "mscale": 0.7, "mscale_all_dim": 0},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "mscale_all_dim": 0.7, "partial_rotary_factor": 1.0},
-    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("theta", [None, 1e6])
-@pytest.mark.parametrize("scaling", ROPE_SCALINGS, ids=lambda s: s.get("rope_type", s.get("type", "none")))
-def test_rope_tables_as_transformers_has_them(scaling, theta):
-    """From the dictionary that transformers 5 makes of it, which has the base of the frequencies too."""
-    transformers = pytest.importorskip("transformers", minversion="5.0")
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    config = transformers.LlamaConfig(
-        hidden_size=128, num_attention_heads=1, head_dim=128, max_position_embeddings=131072,
-        rope_parameters=dict(scaling) if theta is None else {**scaling, "rope_theta": theta},
-    )  # fmt: skip
-    assert config.rope_parameters["rope_theta"] == (theta or 10000.0)
-    theirs = LlamaRotaryEmbedding(config)  # what the model runs: by ROPE_INIT_FUNCTIONS, but for the default type
-    positions = torch.arange(64)
-    want = [x[0, :, :64] for x in theirs(torch.zeros(1), positions[None])]
-    for ours, table in zip(fusion.rope_tables(128, 64, scaling=config.rope_parameters), want):
-        torch.testing.assert_close(ours, table, atol=2e-5, rtol=0)
-    frequencies, factor = rope.frequencies(128, theta, scaling)  # and from one without the base
-    torch.testing.assert_close(frequencies.float(), theirs.inv_freq)
-    assert factor == pytest.approx(theirs.attention_scaling)
-
-
-YARN = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 64}
-
-
-@pytest.mark.parametrize("arguments, words", [
-    (dict(head_dim=7), "head_dim is 7; want an even number"),
-    (dict(theta=-1.0), "theta is -1.0; want a positive number"),
-    (dict(scaling={"type": "dynamic"}), "type 'dynamic'; want 'default', 'linear', 'yarn' or 'llama3'"),
-    (dict(scaling={"type": ["yarn"]}), r"type \['yarn'\]; want 'default'"),
-    (dict(scaling={"factor": 2.0}), r"scaling\['factor'\] is 2.0; want no such key: type 'default' does not read it"),
-    (dict(scaling={"type": "linear"}), r"scaling\['factor'\] is None; want a positive number for type 'linear'"),
-    (dict(scaling={"type": "linear", "factor": True}), r"scaling\['factor'\] is True; want a positive number for type 'linear'"),
-    (dict(scaling={"type": "yarn", "factor": 4}), r"scaling\['original_max_position_embeddings'\] is None"),
-    (dict(scaling="yarn"), "scaling is a str; want a dict"),
-    (dict(theta=500.0, scaling={"rope_type": "default", "rope_theta": 1e6}), r"theta is 500.0 and scaling\['rope_theta'\] is 1000000.0"),
-    (dict(scaling={"rope_theta": "1e6"}), r"scaling\['rope_theta'\] is '1e6'; want a positive number"),
-    (dict(scaling={"rope_type": "default", "type": "linear"}), "rope_type 'default' and type 'linear'; want one of them"),
-    (dict(scaling={"partial_rotary_factor": 0.5}), "partial_rotary_factor other than 1; want none: head_dim is the number of"),
-    (dict(scaling={"full_attention": {"rope_theta": 1e6}}), r"scaling\['full_attention'\] is .*; want no such key"),
-    (dict(scaling={"rope_type": "linear", "factor": 2.0, "mscale": 0.7}), r"scaling\['mscale'\] is 0.7; want no such key: type 'linear'"),
-    (dict(scaling={**YARN, "low_freq_factor": 1.0}), r"scaling\['low_freq_factor'\] is 1.0; want no such key: type 'yarn'"),
-    (dict(scaling={**YARN, "truncate": None}), r"scaling\['truncate'\] is None; want True or False"),
-    (dict(scaling={**YARN, "attention_factor": "2"}), r"scaling\['attention_factor'\] is '2'; want a positive number"),
-])  # fmt: skip
-def test_rope_tables_refuse(arguments, words):
-    with pytest.raises((TypeError, ValueError), match=words):
-        fusion.rope_tables(**{"head_dim": 8, "max_positions": 4, **arguments})
-
-
 # What is refused
 
 
@@ -593,7 +351,7 @@ def replaced(args, options, **changes):
     return args, options
 
 
-@pytest.mark.parametrize("changes, words", [
+QKV_REFUSES = [
     (dict(_0=lambda x: x[0]), r"x has shape \(48,\); want \(T, hidden\)"),
     (dict(_0=lambda x: x.double()), "x has dtype torch.float64; want float16 or bfloat16 or float32"),
     (dict(_0=None), "x is a NoneType; want a torch.Tensor"),
@@ -625,15 +383,9 @@ def replaced(args, options, **changes):
     (dict(_4=lambda p: p + 60), r"positions holds \d+; want 0 .. 59, the rows of cos"),
     (dict(_4=lambda p: p - 60), r"positions holds -\d+; want 0 .. 59, the rows of cos"),
     (dict(_7=lambda s: s + 16), r"slot_mapping holds \d+; want at most 15, the last slot of the cache"),
-])  # fmt: skip
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="CPU tensors in the table")
-def test_qkv_refuses(changes, words):
-    args, options = replaced(*qkv_inputs(), **changes)
-    with pytest.raises((TypeError, ValueError), match=f"step08_dflash2: {words}"):
-        fusion.fused_qkv_rope_append(*args, **options)
+]  # fmt: skip
 
-
-@pytest.mark.parametrize("changes, words", [
+MLA_REFUSES = [
     (dict(_0=lambda x: x[:, :-1]), r"weight has shape \(48, 48\); want \(48, 47\)"),
     (dict(_0=lambda x: x[:, :-1], weight=None), r"x has shape \(5, 47\); want \(5, 48\)"),
     (dict(_1=lambda w: w[:31]), "latent_cache has 48 columns, kv_norm_weight 31; want an even number more, rot_dim"),
@@ -644,15 +396,9 @@ def test_qkv_refuses(changes, words):
     (dict(q_nope=torch.zeros(5, 2, 32)), r"q_nope has shape \(5, 2, 32\); want \(5, 3, n\)"),
     (dict(out=torch.zeros(5, 3, 16)), r"out has shape \(5, 3, 16\); want \(5, 3, 48\)"),
     (dict(_6=lambda s: s + 99), "slot_mapping holds"),
-])  # fmt: skip
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="CPU tensors in the table")
-def test_mla_refuses(changes, words):
-    args, options = replaced(*mla_inputs(), **changes)
-    with pytest.raises((TypeError, ValueError), match=f"step08_dflash2: {words}"):
-        fusion.fused_mla_append(*args, **options)
+]  # fmt: skip
 
-
-@pytest.mark.parametrize("changes, words", [
+ROUTER_REFUSES = [
     (dict(_1=lambda r: r[:4]), r"residual has shape \(4, 48\); want \(5, 48\)"),
     (dict(_2=lambda w: w[:4]), r"norm_weight has shape \(4,\); want \(48,\)"),
     (dict(_3=lambda g: g.half()), "gate_weight has dtype torch.float16; want float32"),
@@ -670,12 +416,22 @@ def test_mla_refuses(changes, words):
     (dict(routed_scaling_factor=float("inf")), "routed_scaling_factor is inf; want a finite number"),
     (dict(renormalize=None), "renormalize is None; want True or False"),
     (dict(eps=True), "eps is True; want a finite number, 0 or more"),
-])  # fmt: skip
+]  # fmt: skip
+
+
+REFUSALS = [
+    *((fusion.fused_qkv_rope_append, qkv_inputs, *case) for case in QKV_REFUSES),
+    *((fusion.fused_mla_append, mla_inputs, *case) for case in MLA_REFUSES),
+    *((fusion.fused_norm_router, router_inputs, *case) for case in ROUTER_REFUSES),
+]
+
+
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="CPU tensors in the table")
-def test_router_refuses(changes, words):
-    args, options = replaced(*router_inputs(), **changes)
+@pytest.mark.parametrize("call, inputs, changes, words", REFUSALS)
+def test_refusals(call, inputs, changes, words):
+    args, options = replaced(*inputs(), **changes)
     with pytest.raises((TypeError, ValueError), match=f"step08_dflash2: {words}"):
-        fusion.fused_norm_router(*args, **options)
+        call(*args, **options)
 
 
 def test_what_is_not_there_says_so():
@@ -801,7 +557,7 @@ def test_launch_parameters_cover_the_work(itemsize):
 
 
 def test_a_decode_projection_fills_the_chip():
-    """The weight is what binds: enough programs to read it, none of them shorter than two tiles."""
+    """Enough programs read the weight, and none of them is shorter than two tiles."""
     c = launch.projection_config(8, 48, 128, 4096, 2, 132)
     assert c["TILES"] * 48 * c["splits"] >= 2 * 132 and 4096 // c["splits"] >= 2 * c["BLOCK_K"] and c["BLOCK_T"] == 16
 
@@ -898,13 +654,7 @@ for name, kernel, args, kwargs in compile_cases(SHARED_MEMORY_LIMIT["sm_90"], (9
 """
     starts = ("qkv_rope_append T8 4096 32/8", "rope_append T4096 4096 32/8", "mla_append T8 2048 heads 16 absorbed 512 bf",
               "add_norm T4096 2048 top 6 of 64 bf", "norm_router T8 7168 top 8 of 256 groups 4 of 8 bfloat16 gate bf")  # fmt: skip
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    root = str(ROOT)
-    environment["PYTHONPATH"] = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
-    command = [sys.executable, "-c", code.replace("STARTS", repr(starts))]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [line.split() for line in done.stdout.splitlines()]
+    lines = [line.split() for line in python(code.replace("STARTS", repr(starts))).splitlines()]
     assert len(lines) == len(starts)
     for kernel, spills, fits, tensor_cores, wide in lines:
         assert (spills, fits, wide) == ("0", "True", "True"), kernel

@@ -15,7 +15,8 @@ from support.step08_checks import random_ranges
 
 from ladder.lab.compile import matrix as compile_matrix
 from ladder.lab.problem import AttentionProblem
-from ladder.step08_dflash2 import RangeWindows, eager, explain, warmup
+from ladder.step08_dflash2 import RangeWindows, dispatch, eager, explain, warmup
+from ladder.step08_dflash2.decision import decode_call, prefill_call
 from ladder.step08_dflash2.hopper import decode as hopper_decode
 from ladder.step08_dflash2.hopper import mla as hopper_mla
 from ladder.step08_dflash2.hopper import prefill as hopper
@@ -30,6 +31,19 @@ def tensors(d=128, dv=128, dtype=BF16, length=64):
     return [torch.empty(2, h, length, n, dtype=dtype) for h, n in ((8, d), (2, d), (2, dv))]
 
 
+HOPPER = dispatch.Machine(90, 132, True)
+
+
+def refusal(q, k, v, out=None, **options):
+    out = q.new_empty(*q.shape[:-1], v.shape[-1]) if out is None else out
+    return hopper.supports_prefill(prefill_call(q, k, v, out, **options))
+
+
+def mla_refusal(q, cache, out, **options):
+    k = cache[:, :, None]
+    return hopper_mla.supports_mla(decode_call(q, k, k[..., : out.shape[3]], out, 4096, latent=True, **options))
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -42,25 +56,25 @@ def tensors(d=128, dv=128, dtype=BF16, length=64):
     ],
 )
 def test_what_the_copy_engine_cannot_address_is_refused_with_a_reason(change, reason):
-    assert hopper.supports_prefill(*tensors()) is None
-    assert reason in hopper.supports_prefill(*change(*tensors()))
+    assert refusal(*tensors()) is None
+    assert reason in refusal(*change(*tensors()))
 
 
 def test_out_and_pages_are_looked_at_too():
     q, k, v = tensors()
-    assert "out has strides" in hopper.supports_prefill(q, k, v, out=torch.empty(2, 8, 64, 129, dtype=BF16)[..., :128])
+    assert "out has strides" in refusal(q, k, v, torch.empty(2, 8, 64, 129, dtype=BF16)[..., :128])
     pages = torch.empty(9, 48, 2, 128, dtype=BF16)
-    assert "page_size 48" in hopper.supports_prefill(q[0].transpose(0, 1), pages, pages, paged=True)
-    assert "scale of zero" in hopper.supports_prefill(q, k, v, scale=0.0)
+    assert "page_size 48" in refusal(q[0].transpose(0, 1), pages, pages, num_seqs=1, capacity=48)
+    assert "scale of zero" in refusal(q, k, v, scale=0.0)
 
 
 def test_mla_is_built_for_deepseek():
     q, cache = torch.empty(2, 1, 16, 576, dtype=BF16), torch.empty(9, 64, 576, dtype=BF16)
     out = torch.empty(2, 1, 16, 512, dtype=BF16)
-    assert hopper_mla.supports_mla(q, cache, out, scale=0.1) is None
-    assert "576/512" in hopper_mla.supports_mla(q[..., :320], cache[..., :320], out[..., :256], scale=0.1)
-    assert "portable" in hopper_mla.supports_mla(q, cache, out, scale=0.1, softcap=3.0)
-    assert "page_size 8" in hopper_mla.supports_mla(q, cache[:, :8], out, scale=0.1)
+    assert mla_refusal(q, cache, out) is None
+    assert "576/512" in mla_refusal(q[..., :320], cache[..., :320], out[..., :256])
+    assert "portable" in mla_refusal(q, cache, out, softcap=3.0)
+    assert "page_size 8" in mla_refusal(q, cache[:, :8], out)
 
 
 @pytest.mark.parametrize("head_dim", (8, 40, 64, 72, 96, 112, 128, 160, 192, 256))
@@ -302,7 +316,7 @@ def test_mla_with_fixed_splits_merges_them_the_same_way_in_every_batch():
 def test_explain_says_what_is_launched(causal):
     p = AttentionProblem(B=1, Hq=16, Sq=16384, Sk=16384, D=192, Dv=128, causal=causal, dtype="bfloat16")
     with (
-        mock.patch.object(explaining, "hopper_runs", lambda _: True),
+        mock.patch.object(dispatch, "machine", lambda _: HOPPER),
         mock.patch.object(explaining, "device_code", lambda *_: object()),
     ):
         text = explain(p, device="cpu")
@@ -335,16 +349,17 @@ def test_warmup_launches_the_variant_of_the_whole_problem(changes, options):
         launches.append((config, splits > 1, lse is not None, q.numel()))
 
     with (
-        mock.patch.object(explaining, "hopper_runs", lambda _: True),
+        mock.patch.object(dispatch, "machine", lambda _: HOPPER),
         mock.patch.object(explaining, "device_code", lambda *_: object()),
-        mock.patch.object(explaining, "processors", lambda _: 132),
         mock.patch.object(hopper, "launch_prefill", launch),
     ):
         warmup([(p, options)], device="cpu")
     page_size, ragged = options.get("page_size", 0), "ragged" in options or "page_size" in options
-    config, _, splits, *_ = hopper.plan_problem(
-        p, 0 if p.causal else None, ragged=ragged, page_size=page_size, windows="windows" in options
-    )
+    rows, keys = (p.B * p.Sq, p.B * p.Sk) if ragged else (p.Sq, p.Sk)
+    config, _, splits, *_ = hopper.plan_prefill(
+        p.B, p.Hq, p.Hq // p.Hkv, rows, p.Sk if page_size else keys, p.D, p.Dv, 0 if p.causal else None, ragged, page_size > 0,
+        p.Sq, 132, None, "windows" in options,
+    )  # fmt: skip
     assert launches == [(config, splits > 1, "return_lse" in options, p.Hq * min(p.Sq, 256) * p.D)]
 
 
@@ -383,7 +398,7 @@ def test_hopper_prefill_is_right(name):
     options = {name: case[name] for name in ("causal", "scale", "windows", "softcap", "right")} | {"sinks": sinks}
     out = torch.full((2, 4, case["Sq"], dv), float("nan"), device="cuda", dtype=case["dtype"])
     lse = torch.full((2, 4, case["Sq"]), float("nan"), device="cuda")
-    assert hopper.supports_prefill(q, k, v, out=out) is None
+    assert refusal(q, k, v, out) is None
     hopper.launch_prefill(q, k, v, out, lse, num_splits=case["num_splits"], **options)
     exact, exact_lse = eager.attention(q.float(), k.float(), v.float(), return_lse=True, **options)
     torch.testing.assert_close(out.float(), exact, atol=2e-2, rtol=2e-2)

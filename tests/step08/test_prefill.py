@@ -13,17 +13,19 @@ from ladder.lab.problem import MINILM, AttentionProblem
 from ladder.rungs import find
 from ladder.step08_dflash2 import (
     RangeWindows,
+    decision,
     dflash2_attention,
     dflash2_paged_prefill,
     dflash2_varlen,
+    dispatch,
     eager,
 )
 from ladder.step08_dflash2 import prefill as module
-from ladder.step08_dflash2.api import dense, paged_prefill, varlen
 from ladder.step08_dflash2.dispatch import device_code
 from ladder.step08_dflash2.tiles import layout
 
-launch_config = module.launch_config
+launch_config = decision.launch_config
+uncached = decision._decide_prefill.__wrapped__
 
 
 @pytest.fixture
@@ -32,7 +34,8 @@ def small(monkeypatch):
 
     def tiles(rows=16, keys=16):
         shrink = lambda *a, **k: {**launch_config(*a, **k), "BLOCK_M": rows, "BLOCK_N": keys, "num_warps": 4}  # noqa: E731
-        monkeypatch.setattr(module, "launch_config", shrink)
+        monkeypatch.setattr(decision, "_decide_prefill", uncached)
+        monkeypatch.setattr(decision, "launch_config", shrink)
 
     tiles()
     return tiles
@@ -44,7 +47,7 @@ def problem(**changes):
 
 def run(q, k, v, **options):
     with nan_allocations():
-        return dense(q, k, v, return_lse=True, **options)
+        return dflash2_attention(q, k, v, return_lse=True, **options)
 
 
 def check(p, right=0, layout=inside_nan, **options):
@@ -244,9 +247,9 @@ def test_a_bound_below_the_truth_chooses_tiles_and_no_more():
     """``max_seqlen_q`` 0 in front of tokens, and more heads of a KV head than the smallest tile has rows."""
     q, k, v = torch.randn(7, 40, 16, device=DEVICE), torch.randn(9, 1, 16, device=DEVICE), torch.randn(9, 1, 16, device=DEVICE)
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ((0, 2, 7), (0, 4, 9)))
-    want = varlen(q, k, v, cu_q, cu_k, 5, causal=True)
+    want = dflash2_varlen(q, k, v, cu_q, cu_k, 5, causal=True)
     for bound in (0, 1, 3):
-        torch.testing.assert_close(varlen(q, k, v, cu_q, cu_k, bound, causal=True), want)
+        torch.testing.assert_close(dflash2_varlen(q, k, v, cu_q, cu_k, bound, causal=True), want)
 
 
 @pytest.mark.parametrize("name", ("dense", "windowed", "float32", "packed"))
@@ -290,10 +293,15 @@ def test_stride_zero(small):
 
 def test_wide_offsets_give_the_same_numbers(small, monkeypatch):
     q, k, v = problem(D=24, Dv=40).make(DEVICE)
-    windows, layout_of = WINDOWS["sink 4, window 7"], module.layout_of
+    windows, layout_of = WINDOWS["sink 4, window 7"], decision.layout_of
     want = dflash2_attention(q, k, v, causal=True, windows=windows)
-    monkeypatch.setattr(module, "layout_of", lambda k, v: {**layout_of(k, v), "WIDE": True})
+    monkeypatch.setattr(decision, "layout_of", lambda *args: {**layout_of(*args), "WIDE": True})
     assert torch.equal(dflash2_attention(q, k, v, causal=True, windows=windows), want)
+
+
+def layout_of(k, v):
+    aligned = (k.data_ptr() | v.data_ptr()) % 16 == 0
+    return decision.layout_of(k.dtype, aligned, k.stride(), v.stride(), k.shape[-1], v.shape[-1])
 
 
 def test_layout_is_that_of_step_07():
@@ -301,13 +309,13 @@ def test_layout_is_that_of_step_07():
     k = base[:-1].view(1, 4, 40, 24)
     for x in (k, k[..., 1:], k[:, :, ::2], k.transpose(1, 2), k.transpose(2, 3), base[1:].view(1, 4, 40, 24), k[:, :1].expand_as(k)):
         for _ in range(2):
-            assert module.layout_of(x, k) == layout(x, k), x.stride()
+            assert layout_of(x, k) == layout(x, k), x.stride()
     far = torch.empty_strided((1, 1, 2, 32), (1, 1, 1 << 30, 1), dtype=torch.float16, device="meta")
-    assert module.layout_of(far, far)["WIDE"] is True
+    assert layout_of(far, far)["WIDE"] is True
     packed = torch.empty_strided((200, 1, 32), (1 << 24, 32, 1), dtype=torch.float16, device="meta")  # a key's stride comes first
-    assert module.layout_of(packed, packed)["WIDE"] is True and module.layout_of(packed[None], packed[None])["WIDE"] is True
+    assert layout_of(packed, packed)["WIDE"] is True and layout_of(packed[None], packed[None])["WIDE"] is True
     batch = torch.empty_strided((2, 1, 200, 32), (1 << 40, 6400, 32, 1), dtype=torch.float16, device="meta")
-    assert module.layout_of(batch, batch)["WIDE"] is False
+    assert layout_of(batch, batch)["WIDE"] is False
 
 
 def test_agrees_with_step_07(small):
@@ -323,7 +331,7 @@ def test_agrees_with_step_07(small):
 def test_kernel_and_eager_agree(small):
     q, k, v = problem(Hq=6, Hkv=2, Sq=20, Sk=40, dtype="float32").make(DEVICE)
     options = dict(causal=True, scale=0.3, windows=WINDOWS["eight ranges"], softcap=4.0, sinks=sinks_of(6), return_lse=True)
-    for a, b in zip(dense(q, k, v, **options), eager.attention(q, k, v, **options)):
+    for a, b in zip(dflash2_attention(q, k, v, **options), eager.attention(q, k, v, **options)):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
 
 
@@ -389,7 +397,7 @@ def test_ragged_without_a_mask_and_with_a_right_edge(small):
     ends = list(zip(cu_k.tolist(), cu_k.tolist()[1:]))
     sequences = [[x[a:b].transpose(0, 1)[None] for x in (k, v)] for a, b in ends]
     for options in (dict(right=None), dict(right=3, windows=WINDOWS["sliding 5"], softcap=2.0)):
-        out, lse = varlen(q, k, v, cu_q, cu_k, return_lse=True, **options)
+        out, lse = dflash2_varlen(q, k, v, cu_q, cu_k, return_lse=True, **options)
         check_packed(out, lse, q, sequences, lengths_q, **options)
 
 
@@ -459,7 +467,7 @@ def test_paged_without_a_causal_mask(small):
     inputs = DecodeProblem(B=2, Hq=4, Hkv=2, D=16, Dv=16, page_size=16, dtype="float16", lengths=(9, 40)).make(DEVICE)
     q = torch.randn(7, 4, 16, generator=torch.Generator().manual_seed(1)).half().to(DEVICE)
     for options in (dict(right=None), dict(right=2, windows=WINDOWS["sliding 5"])):
-        out, lse = paged_prefill(
+        out, lse = dflash2_paged_prefill(
             q, inputs.k_cache, inputs.v_cache, inputs.block_table, inputs.seq_lens, starts([3, 4]), causal=False, return_lse=True, **options
         )
         check_packed(out, lse, q, [inputs.sequence(b) for b in range(2)], [3, 4], **options)
@@ -471,7 +479,7 @@ def test_loud_length_in_the_kernel(monkeypatch):
     monkeypatch.setattr(module, "check_paged", lambda *args, **options: 0.25)
     lens = torch.tensor([5, 33, -1], dtype=torch.int32, device=DEVICE)
     q = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(1)).half().to(DEVICE)
-    out, lse = paged_prefill(q, inputs.k_cache, inputs.v_cache, inputs.block_table, lens, starts([1, 1, 1]), return_lse=True)
+    out, lse = dflash2_paged_prefill(q, inputs.k_cache, inputs.v_cache, inputs.block_table, lens, starts([1, 1, 1]), return_lse=True)
     assert torch.isfinite(out[0]).all() and torch.isfinite(lse[:, 0]).all()
     assert out[1:].isnan().all() and lse[:, 1:].isnan().all()
 
@@ -496,7 +504,8 @@ def test_garbage_before_the_window_is_not_followed(small):
 @pytest.fixture
 def portable(monkeypatch):
     """The portable kernel also where another would be chosen."""
-    monkeypatch.setattr(module, "hopper_runs", lambda device: False)
+    found = dispatch.machine(DEVICE)
+    monkeypatch.setattr(dispatch, "machine", lambda _: found._replace(hopper=False))
 
 
 GPU_WINDOWS = {"none": None, "window": RangeWindows.sink_window(128, 700), "ranges": RangeWindows([(0, 300, 4, 64), (300, -40, 64, 512)])}

@@ -63,7 +63,7 @@ def compile_cases(shared_memory_bytes, capability, *, thorough=False):
 
 def prefill_compile_cases(capability, *, thorough=False):
     """The launches of ``dflash2_prefill``; arguments as in ``compile_cases``."""
-    from ladder.step08_dflash2 import prefill
+    from ladder.step08_dflash2 import dispatch, prefill
     from ladder.step08_dflash2.portable import prefill_kernel
 
     launches = []
@@ -72,7 +72,7 @@ def prefill_compile_cases(capability, *, thorough=False):
     def launched(name, call):
         with (
             mock.patch.object(prefill, "device_code", lambda *_: stand_in),
-            mock.patch.object(prefill, "arch", lambda _: 10 * capability[0] + capability[1]),
+            mock.patch.object(dispatch, "machine", lambda _: dispatch.Machine(10 * capability[0] + capability[1], 132, False)),
         ):
             call()
         for function, args, kwargs in launches:

@@ -29,7 +29,7 @@ CASES = (
 
 def decode_compile_cases(shared_memory_bytes, capability, *, thorough=False):
     """Yield (name, kernel, args, kwargs) of every decode launch to compile; arguments as in ``compile_cases``."""
-    from ladder.step08_dflash2 import decode, schedule
+    from ladder.step08_dflash2 import decode, dispatch
     from ladder.step08_dflash2.portable import decode_kernel
 
     cases = list(CASES)
@@ -50,13 +50,10 @@ def decode_compile_cases(shared_memory_bytes, capability, *, thorough=False):
         out, lse = torch.empty(*q.shape[:3], dv, dtype=dtype), torch.empty(batch, q.shape[2], q_len)
         options = {**dict(right=0, scale=0.07, windows=None, softcap=0.0, num_kv_splits=None), **given}
         options["sinks"] = torch.empty(q.shape[2]) if options.get("sinks") else None
-        with (
-            mock.patch.multiple(
-                decode, device_code=lambda *_: stand_in, processors=lambda _: 132, arch=lambda _: 10 * capability[0] + capability[1]
-            ),
-            mock.patch.object(schedule, "device_code", lambda *_: stand_in),
-        ):
-            decode._launch_decode(q, k_cache, v_cache, table, lengths, out, lse if q_len == 1 else None, latent=latent, **options)
+        options["latent_cache"] = k_cache[:, :, 0] if latent else None
+        machine = dispatch.Machine(10 * capability[0] + capability[1], 132, False)
+        with mock.patch.object(dispatch, "machine", lambda _: machine):  # noqa: B023
+            decode.launch(stand_in, q, k_cache, v_cache, table, lengths, out, lse if q_len == 1 else None, **options)
         size = f"d{d}" if d == dv else f"d{d}/{dv}"
         extras = "".join(f" {name}" for name in ("windows", "softcap", "sinks") if given.get(name))
         splits = "" if options["num_kv_splits"] is None else f" splits {options['num_kv_splits']}"

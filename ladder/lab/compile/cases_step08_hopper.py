@@ -29,6 +29,7 @@ DECODE = ((32, 8, 128, 1, 64, BF16, None), (64, 8, 64, 1, 64, BF16, None), (28, 
 
 def hopper_compile_cases():
     """Yield (name, kernel, args, kwargs) of every launch of the Hopper kernels to compile."""
+    from ladder.step08_dflash2 import dispatch
     from ladder.step08_dflash2.hopper import (
         decode,
         decode_kernel,
@@ -50,8 +51,8 @@ def hopper_compile_cases():
             for module, kernel in kernels:
                 patches.enter_context(mock.patch.object(module, kernel, recorder(launches, getattr(module, kernel))))
             for module in (prefill, mla, decode):
-                patches.enter_context(mock.patch.object(module, "_processors", lambda _: 132))
-                patches.enter_context(mock.patch.object(module, "_counter", lambda _: torch.zeros(1, dtype=torch.int32)))
+                patches.enter_context(mock.patch.object(module, "counter", lambda _: torch.zeros(1, dtype=torch.int32)))
+            patches.enter_context(mock.patch.object(dispatch, "machine", lambda _: dispatch.Machine(90, 132, True)))
             patches.enter_context(mock.patch.object(torch.cuda, "device", lambda _: contextlib.nullcontext()))
             call()
         for function, args, kwargs in launches:

@@ -136,9 +136,7 @@ class _Block(nn.Module):
             raise TypeError(f"{RUNG}: batch.seq_lens is {batch.seq_lens!r}; want a torch.Tensor (B,)")
         sequences = batch.seq_lens.shape[0]
         if (tokens % sequences if sequences else tokens) != 0:
-            raise ValueError(
-                f"{RUNG}: x has {tokens} tokens for {sequences} sequences; want as many for each in decode, or cu_seqlens_q"
-            )
+            raise ValueError(f"{RUNG}: x has {tokens} tokens for {sequences} sequences; want as many for each in decode, or cu_seqlens_q")
         return tokens // sequences if sequences else 1
 
 

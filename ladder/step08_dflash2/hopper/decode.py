@@ -6,7 +6,8 @@ import torch
 
 from ladder.step05_fused.attention import LOG2_E
 
-from .descriptors import _counter, _describe, _processors, most_splits
+from .. import dispatch
+from .descriptors import contiguous, counter, describe, most_splits, refuse
 
 TILE = 64  # rows, and keys
 MIN_TILES = 4  # fewer keys are read faster than their partial result is merged
@@ -15,27 +16,18 @@ STAGES = {64: 3, 128: 2}  # tiles of K and of V under way in each of two program
 MAXNREG = 128  # and its registers
 
 
-def supports_decode(q, k_cache, v_cache, out, *, scale, windows=None, softcap=0.0, schedule=None):
-    """None when the Hopper decode kernel takes this call of q (B, q_len, Hq, D), else the reason in words why it does not."""
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"dtype {str(q.dtype).removeprefix('torch.')}: the tensor cores of this kernel take bfloat16 and float16"
-    if q.shape[3] not in STAGES or v_cache.shape[3] != q.shape[3]:
-        return f"head sizes {q.shape[3]}/{v_cache.shape[3]}: it is built for 64 and 128"
-    if windows is not None or softcap > 0 or schedule is not None:
+def supports_decode(call):
+    """None when the Hopper decode kernel takes this ``decision.DecodeCall``, else the reason in words why it does not."""
+    (q_shape, q_strides, _), head_dim_v, page_size = call.q, call.v[0][3], call.k[0][1]
+    if not pays(q_shape[3], q_shape[1] * (q_shape[2] // call.k[0][2]), page_size):
+        return f"heads of {q_shape[3]} in pages of {page_size} are faster with this one"
+    if q_shape[3] not in STAGES or head_dim_v != q_shape[3]:
+        return f"head sizes {q_shape[3]}/{head_dim_v}: it is built for 64 and 128"
+    if call.masked or call.softcap or call.scheduled:
         return "range windows, softcap and a schedule go with the portable kernel"
-    if abs(scale) < 1e-37:
-        return "a scale of zero"
-    page_size = k_cache.shape[1]
-    if page_size < 16 or page_size & (page_size - 1):
-        return f"page_size {page_size} is no power of two of at least 16"
-    if q.stride(3) != 1 or out.stride(3) != 1:
-        return f"q or out has strides {q.stride()}, {out.stride()}; their rows must lie together"
-    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if x.stride(-1) != 1 or x.data_ptr() % 16 or any(s % 8 or s <= 0 for s in x.stride()[:-1]):
-            return f"{name} has strides {x.stride()}; the copy engine wants rows of neighbours and strides of 16 bytes"
-        if 0 in x.shape:
-            return f"{name} is empty"
-    return None
+    if q_strides[3] != 1 or call.out[1][3] != 1:
+        return f"q or out has strides {q_strides}, {call.out[1]}; their rows must lie together"
+    return refuse(call, page_size, k_cache=call.k, v_cache=call.v)
 
 
 def pays(head_dim, rows, page_size):
@@ -62,10 +54,9 @@ def plan_decode(batch, rows, num_kv_heads, capacity, processors, num_kv_splits):
     return row_tiles, True, min(batch * of_one, (target if batch == 1 else most + batch)), 1, target, most
 
 
-def describe_decode(p, processors=132):
-    """Sentences about how a problem (fields of ``ladder.lab.decode_problem.DecodeProblem``) is launched, for ``explain``."""
-    rows = p.q_len * (p.Hq // p.Hkv)
-    row_tiles, found, slots, _, target, _ = plan_decode(p.B, rows, p.Hkv, p.capacity, processors, None)
+def describe_decode(p, plan):
+    """Sentences about how a problem (fields of ``ladder.lab.decode_problem.DecodeProblem``) is launched by a ``plan_decode``."""
+    rows, (row_tiles, found, slots, _, target, _) = p.q_len * (p.Hq // p.Hkv), plan
     lines = [
         "Kernel: dflash2_decode_hopper, Gluon for sm_90 (TMA, wgmma, specialised warps).",
         f"Tiles: {TILE} rows for the {rows} of a KV head ({p.q_len} tokens x {p.Hq // p.Hkv} heads), so K and V are read {row_tiles} x, by {TILE} "
@@ -79,43 +70,41 @@ def describe_decode(p, processors=132):
     return lines
 
 
-def launch_decode(q, k_cache, v_cache, block_table, seq_lens, out, lse, *, scale, right, sinks, num_kv_splits, workspace):
+def launch_decode(
+    q, k_cache, v_cache, block_table, seq_lens, out, lse, *, scale, right, sinks, num_kv_splits, workspace, plan=None
+):  # fmt: skip
     """Run the kernel on checked arguments that ``supports_decode``; fills ``out`` and, unless None, ``lse``.
 
     workspace: a ``DecodeWorkspace``, or None. right: keys after its own position that a token sees, or None for all.
+    plan: of ``plan_decode``; None makes one.
     """
     from triton.experimental.gluon import language as gl
-
-    from ladder.step07_dflash1.decode import DecodeWorkspace
 
     from .decode_kernel import dflash2_decode_hopper
 
     (batch, q_len, num_heads, head_dim), (_, page_size, num_kv_heads, _) = q.shape, k_cache.shape
     group, device, capacity = num_heads // num_kv_heads, q.device, block_table.shape[1] * page_size
-    rows = q_len * group
-    row_tiles, found, slots, num_splits, target, most = plan_decode(
-        batch, rows, num_kv_heads, capacity, _processors(device), num_kv_splits
+    rows, processors = q_len * group, dispatch.machine(device).processors
+    row_tiles, found, slots, num_splits, target, most = plan or plan_decode(
+        batch, rows, num_kv_heads, capacity, processors, num_kv_splits
     )
     part_out = part_lse = arrivals = out  # not written where no sequence is split
     tickets = None
-    split = slots > batch
-    if split:
-        workspace = DecodeWorkspace(device) if workspace is None else workspace
-        if workspace.partials.device != device:
-            raise ValueError(f"step08_dflash2: workspace is on {workspace.partials.device}; want a DecodeWorkspace on {device}")
+    if slots > batch:
+        workspace = dispatch.workspace_on(device, workspace)
         part_rows = num_kv_heads * slots * rows
         groups = num_kv_heads * slots * row_tiles
         part_out, arrivals = workspace.reserve(part_rows * (head_dim + 1), groups + 1)
         part_lse, tickets = part_out[part_rows * head_dim :], arrivals[groups:]
-    sinks, seq_lens, block_table = (x if x is None or x.is_contiguous() else x.contiguous() for x in (sinks, seq_lens, block_table))
+    sinks, seq_lens, block_table = contiguous(sinks, seq_lens, block_table)
     key_rows = min(page_size, TILE)
     block_b = 1 if batch == 1 else min(1024, max(32, 1 << (batch - 1).bit_length()))
     numbers = (capacity, slots, num_splits, target, most, MIN_TILES)
     with torch.cuda.device(device):
-        dflash2_decode_hopper[(min(num_kv_heads * row_tiles * slots, 2 * _processors(device)),)](
-            _describe(k_cache.transpose(1, 2), key_rows, head_dim), _describe(v_cache.transpose(1, 2), key_rows, head_dim),
+        dflash2_decode_hopper[(min(num_kv_heads * row_tiles * slots, 2 * processors),)](
+            describe(k_cache.transpose(1, 2), key_rows, head_dim), describe(v_cache.transpose(1, 2), key_rows, head_dim),
             q, block_table, seq_lens, out, part_out, part_lse, lse, sinks, arrivals,
-            _counter(device) if tickets is None else tickets,
+            counter(device) if tickets is None else tickets,
             *q.stride()[:3], *out.stride()[:3], block_table.stride(0),
             batch, num_kv_heads, q_len, *numbers, q_len if right is None else right, abs(scale) * LOG2_E,
             GROUP=group, D=head_dim, PAGE=page_size, STAGES=STAGES[head_dim], FOUND=found, BLOCK_B=block_b, NEGATIVE=scale < 0,

@@ -6,36 +6,26 @@ import torch
 
 from ladder.step05_fused.attention import LOG2_E
 
-from .descriptors import _counter, _describe_rows, _processors, most_splits
+from .. import dispatch
+from .descriptors import contiguous, counter, describe, most_splits, refuse
 
 MLA_TILE = 64  # rows, and keys
 MERGE_PROGRAMS = 1024  # of a whole batch: each costs time where nothing was split, which the host does not know
 MLA_MIN_TILES = 4  # fewer keys are read faster than their partial result is merged
 
 
-def supports_mla(q, latent_cache, out, *, scale, windows=None, softcap=0.0, schedule=None):
-    """None when the Hopper MLA kernel takes this call of q (B, q_len, H, 576), else the reason in words why it does not."""
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"dtype {str(q.dtype).removeprefix('torch.')}: the tensor cores of this kernel take bfloat16 and float16"
-    if q.shape[3] != 576 or out.shape[3] != 512:
-        return f"head sizes {q.shape[3]}/{out.shape[3]}: it is built for 576/512"
-    if windows is not None or softcap > 0 or schedule is not None:
+def supports_mla(call):
+    """None when a Hopper MLA kernel takes this ``decision.DecodeCall``, else the reason in words why it does not."""
+    (q_shape, q_strides, _), (out_shape, out_strides, _) = call.q, call.out
+    if q_shape[3] != 576 or out_shape[3] != 512:
+        return f"head sizes {q_shape[3]}/{out_shape[3]}: it is built for 576/512"
+    if call.masked or call.softcap or call.scheduled:
         return "range windows, softcap and a schedule go with the portable kernel"
-    if abs(scale) < 1e-37:
-        return "a scale of zero"
-    page_size = latent_cache.shape[1]
-    if page_size < 16 or page_size & (page_size - 1):
-        return f"page_size {page_size} is no power of two of at least 16"
-    if q.shape[1] > 1 and q.stride(1) != q.shape[2] * q.stride(2):
+    if q_shape[1] > 1 and q_strides[1] != q_shape[2] * q_strides[2]:
         return "the heads of two tokens do not follow one another"
-    if out.stride(3) != 1:
-        return f"out has strides {out.stride()}; its rows must lie together"
-    for name, x in (("q", q), ("latent_cache", latent_cache)):
-        if x.stride(-1) != 1 or x.data_ptr() % 16 or any(s % 8 or s <= 0 for s in x.stride()[:-1]):
-            return f"{name} has strides {x.stride()}; the copy engine wants rows of neighbours and strides of 16 bytes"
-        if 0 in x.shape:
-            return f"{name} is empty"
-    return None
+    if out_strides[3] != 1:
+        return f"out has strides {out_strides}; its rows must lie together"
+    return refuse(call, call.k[0][1], q=call.q, latent_cache=call.k)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -81,11 +71,13 @@ def merge_config(batch, rows, num_kv_splits):
     return dict(BLOCK_M=1, BLOCK_V=64, BLOCK_S=64) if many else dict(BLOCK_M=4, BLOCK_V=128, BLOCK_S=4)
 
 
-def describe_mla(p, processors=132):
-    """Sentences about how a problem (fields of ``ladder.lab.decode_problem.DecodeProblem``) with a latent cache is launched, for ``explain``."""
+def describe_mla(p, plan):
+    """Sentences about how a problem (fields of ``ladder.lab.decode_problem.DecodeProblem``) with a latent cache is launched by a
+    ``plan_mla``.
+    """
     rows = p.q_len * p.Hq
     kind, tile = mla_design(rows)
-    row_tiles, found, slots, _, target, _ = plan_mla(p.B, rows, p.capacity, processors, None, tile)
+    row_tiles, found, slots, _, target, _ = plan
     name = "dflash2_mla_few_hopper" if kind == "few" else "dflash2_mla_hopper"
     lines = [f"Kernel: {name}, Gluon for sm_90 (TMA, wgmma, specialised warps).",
              f"Tiles: {tile} rows for the {rows} of a sequence ({p.q_len} tokens x {p.Hq} heads), so the latents are read {row_tiles} x, by {MLA_TILE} keys. "
@@ -100,15 +92,16 @@ def describe_mla(p, processors=132):
     return lines
 
 
-def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right, sinks, num_kv_splits, workspace, design=None, merges=None):
+def launch_mla(
+    q, latent_cache, block_table, seq_lens, out, lse, *, scale, right, sinks, num_kv_splits, workspace, design=None, merges=None,
+    plan=None,
+):  # fmt: skip
     """Run the kernel on checked arguments that ``supports_mla``; fills ``out`` and, unless None, ``lse``.
 
     workspace: a ``DecodeWorkspace``, or None. right: as in ``launch_prefill``. design, merges: what ``mla_design`` and ``mla_merges``
-    would choose.
+    would choose. plan: of ``plan_mla``; None makes one.
     """
     from triton.experimental.gluon import language as gl
-
-    from ladder.step07_dflash1.decode import DecodeWorkspace
 
     from .merge_kernel import dflash2_mla_merge_parts
     from .mla_few_kernel import dflash2_mla_few_hopper
@@ -118,37 +111,36 @@ def launch_mla(q, latent_cache, block_table, seq_lens, out, lse, *, scale, right
     page_size, rows, device = latent_cache.shape[1], q_len * num_heads, q.device
     capacity = block_table.shape[1] * page_size
     kind, tile = mla_design(rows) if design is None else design
-    processors = _processors(device)
-    row_tiles, found, slots, num_splits, target, most = plan_mla(batch, rows, capacity, processors, num_kv_splits, tile)
+    processors = dispatch.machine(device).processors
+    row_tiles, found, slots, num_splits, target, most = plan or plan_mla(batch, rows, capacity, processors, num_kv_splits, tile)
     works, split = row_tiles * slots, slots > batch
     merges = split and (mla_merges(kind, batch, target, num_kv_splits) if merges is None else merges)
-    workspace = DecodeWorkspace(device) if workspace is None and split else workspace
-    if workspace is not None and workspace.partials.device != device:
-        raise ValueError(f"step08_dflash2: workspace is on {workspace.partials.device}; want a DecodeWorkspace on {device}")
+    if split or workspace is not None:
+        workspace = dispatch.workspace_on(device, workspace)
     if split:
         part_rows = works * tile
-        part_out, counter = workspace.reserve(part_rows * 514 + 2 * batch, 1 + 2 * works)
-        part_lse, meta, arrivals = part_out[part_rows * 512 :], part_out[part_rows * 514 :], counter[1:]
+        part_out, tickets = workspace.reserve(part_rows * 514 + 2 * batch, 1 + 2 * works)
+        part_lse, meta, arrivals = part_out[part_rows * 512 :], part_out[part_rows * 514 :], tickets[1:]
     else:
         part_out = part_lse = meta = arrivals = out  # not written where no sequence is split
-        counter = _counter(device)
-    sinks, seq_lens, block_table = (x if x is None or x.is_contiguous() else x.contiguous() for x in (sinks, seq_lens, block_table))
+        tickets = counter(device)
+    sinks, seq_lens, block_table = contiguous(sinks, seq_lens, block_table)
     flat = torch.as_strided(q, (batch, rows, head_dim), (q.stride(0), q.stride(2), 1)) if batch * rows else q
     key_rows = min(page_size, MLA_TILE)
     block_b = min(1024, max(128, 1 << (batch - 1).bit_length()))
     strides, numbers = out.stride()[:3], (capacity, slots, num_splits, target, most, MLA_MIN_TILES)
     if kind == "few":
-        kernel, widths, grid, counters = dflash2_mla_few_hopper, (64,), min(works, processors), (arrivals, counter)
+        kernel, widths = dflash2_mla_few_hopper, (64,)
         chosen = dict(ROWS=tile, SLOTS=8 if tile == 16 else 7)
         block_b = 1 if batch == 1 else block_b
     else:
-        kernel, widths, grid, counters = dflash2_mla_hopper, (256, 64), min(works, processors), (arrivals, counter)
+        kernel, widths = dflash2_mla_hopper, (256, 64)
         chosen = dict(WIDE=out.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in out.stride()[:3]))
         block_b = 1 if found and batch == 1 else 128  # lengths that the producer's few registers hold
     with torch.cuda.device(device):
-        kernel[(grid,)](
-            *(_describe_rows(flat, tile, n) for n in widths), *(_describe_rows(latent_cache, key_rows, n) for n in widths),
-            block_table, seq_lens, out, part_out, part_lse, meta, lse, sinks, *counters, *strides, block_table.stride(0),
+        kernel[(min(works, processors),)](
+            *(describe(flat, tile, n, 64) for n in widths), *(describe(latent_cache, key_rows, n, 64) for n in widths),
+            block_table, seq_lens, out, part_out, part_lse, meta, lse, sinks, arrivals, tickets, *strides, block_table.stride(0),
             batch, num_heads, q_len, *numbers, q_len if right is None else right, abs(scale) * LOG2_E,
             PAGE=page_size, FOUND=found, BLOCK_B=block_b, NEGATIVE=scale < 0, HAS_SINKS=sinks is not None, HAS_LSE=lse is not None,
             SPLIT=split, MERGES=merges, DT=gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16, num_warps=4, **chosen,

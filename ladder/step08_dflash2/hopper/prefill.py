@@ -6,8 +6,9 @@ import torch
 
 from ladder.step05_fused.attention import LOG2_E
 
+from .. import dispatch
 from ..tiles import softcap_kind
-from .descriptors import _counter, _describe_parts, _processors
+from .descriptors import contiguous, counter, describe_parts, refuse
 from .shape import PrefillShape
 
 L2_BYTES = 32 << 20  # of the 50 MB: K and V of the heads that run side by side
@@ -44,31 +45,17 @@ def width_of(head_dim):
     return next((width, parts) for width, parts in WIDTHS if head_dim <= width)
 
 
-def supports_prefill(
-    q, k, v, *, out=None, paged=False, scale=None, causal=False, right=None, windows=None, softcap=0.0, sinks=None
-):  # fmt: skip
-    """None when the Hopper kernel takes this call, else the reason in words why it does not.
+def supports_prefill(call):
+    """None when the Hopper kernel takes this ``decision.PrefillCall``, else the reason in words why it does not.
 
     Masks, softcap and sinks are all taken; what the copy engine cannot address is not.
     """
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"dtype {str(q.dtype).removeprefix('torch.')}: the tensor cores of this kernel take bfloat16 and float16"
-    if max(q.shape[-1], v.shape[-1]) > 256:
-        return f"head size {max(q.shape[-1], v.shape[-1])} is above 256"
-    if v.shape[-1] > width_of(q.shape[-1])[0]:
-        return f"the values are wider than the keys ({v.shape[-1]} against {q.shape[-1]})"
-    if scale is not None and abs(scale) < 1e-37:
-        return "a scale of zero"
-    for name, x in (("q", q), ("k", k), ("v", v), *([] if out is None else [("out", out)])):
-        if x.stride(-1) != 1 or x.data_ptr() % 16 or any(s % 8 or s <= 0 for s in x.stride()[:-1]):
-            return f"{name} has strides {x.stride()}; the copy engine wants rows of neighbours and strides of 16 bytes"
-        if 0 in x.shape:
-            return f"{name} is empty"
-    if paged:
-        page_size = k.shape[1]
-        if page_size < 16 or page_size & (page_size - 1):
-            return f"page_size {page_size} is no power of two of at least 16"
-    return None
+    head_dim, head_dim_v = call.q[0][-1], call.v[0][-1]
+    if max(head_dim, head_dim_v) > WIDTHS[-1][0]:
+        return f"head size {max(head_dim, head_dim_v)} is above {WIDTHS[-1][0]}"
+    if head_dim_v > width_of(head_dim)[0]:
+        return f"the values are wider than the keys ({head_dim_v} against {head_dim})"
+    return refuse(call, call.k[0][1] if call.capacity is not None else None, q=call.q, k=call.k, v=call.v, out=call.out)
 
 
 def choose_splits(tiles, seqlen_k, block_n, processors):
@@ -140,41 +127,30 @@ def plan_prefill(
     return chosen, num_m, num_splits, fit_section(num_heads * num_seqs, section), min(work, grid or processors)
 
 
-def plan_problem(p, right, *, ragged=False, page_size=0, processors=132, windows=False):
-    """``plan_prefill`` of a problem (fields of ``AttentionProblem``), whose sequences are all of one length."""
-    ragged = ragged or page_size > 0
-    rows = p.B * p.Sq if ragged else p.Sq
-    keys = -(-p.Sk // page_size) * page_size if page_size else p.B * p.Sk if ragged else p.Sk
-    return plan_prefill(
-        p.B, p.Hq, p.Hq // p.Hkv, rows, keys, p.D, p.Dv, right, ragged, page_size > 0, p.Sq, processors, windows=windows
-    )
-
-
-def describe_prefill(p, right, *, ragged=False, page_size=0, processors=132):
-    """Sentences about how a problem (fields of ``AttentionProblem``) is launched, for ``explain``."""
-    config, num_m, splits, section, grid = plan_problem(p, right, ragged=ragged, page_size=page_size, processors=processors)
+def describe_prefill(p, plan, ragged):
+    """Sentences about how a problem (fields of ``AttentionProblem``) is launched by a ``plan_prefill``, for ``explain``."""
+    config, num_m, splits, section, grid = plan
     (_, (d1, d2)) = width_of(p.D)
     tiles = num_m * p.Hq * (1 if ragged else p.B)
-    lines = [
+    return [
         f"Tiles: {64 * config['WG']} queries, {config['WG']} warp groups of 64 rows, by {config['N']} keys; "
         f"{config['STAGES']} tiles of K and of V under way, brought by a warp of their own.",
         f"A head of {p.D} is computed as {d1}{f' + {d2}' if d2 else ''} columns; what lies beyond is filled with zeros.",
         f"Work: {tiles} tiles{f' in {splits} splits of the keys each, merged by a second launch' if splits > 1 else ''}, drawn from a "
         f"counter by {grid} programs; {section} head{'s' if section > 1 else ''} side by side, which share K and V in the L2 cache.",
+        "The warp groups take turns on the tensor cores." if config["TURNS"] else "The warp groups run freely: they drift apart by themselves.",
     ]
-    lines.append("The warp groups take turns on the tensor cores." if config["TURNS"] else "The warp groups run freely: they drift apart by themselves.")
-    return lines
 
 
 def launch_prefill(
     q, k, v, out, lse, *, cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, seq_lens=None, max_seqlen_q=None,
-    causal=False, right=None, scale, windows=None, softcap=0.0, sinks=None, num_splits=None, config=None,
+    causal=False, right=None, scale, windows=None, softcap=0.0, sinks=None, num_splits=None, config=None, plan=None,
 ):  # fmt: skip
     """Run the kernel on checked arguments that ``supports_prefill``; fills ``out`` and, unless None, ``lse``.
 
     q, out: (B, H, S, D), or packed (total, H, D) with ``cu_seqlens_q``. k, v: likewise, or pages (num_pages, page_size,
     H, D) with ``block_table`` and ``seq_lens``. right: keys after its own position that a query sees; None is 0 under
-    ``causal`` and all without.
+    ``causal`` and all without. plan: of ``plan_prefill``; None makes one, with ``num_splits`` and ``config`` where they are given.
     """
     from triton.experimental.gluon import language as gl
 
@@ -194,13 +170,13 @@ def launch_prefill(
         q4, k4, v4, out4, num_seqs, seqlen_k = q, k, v, out, q.shape[0], k.shape[2]
     (_, num_heads, seqlen_q, head_dim), head_dim_v, num_kv_heads = q4.shape, v4.shape[3], k4.shape[1]
     (_, (d1, d2)), (_, (v1, v2)) = width_of(head_dim), width_of(head_dim_v)
-    group, processors = num_heads // num_kv_heads, _processors(q.device)
-    config, num_m, num_splits, section, grid = plan_prefill(
+    group = num_heads // num_kv_heads
+    config, num_m, num_splits, section, grid = plan or plan_prefill(
         num_seqs, num_heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v, right, ragged, page_size > 0,
-        max_seqlen_q, processors, num_splits, windows is not None, None if config is None else tuple(sorted(config.items())),
+        max_seqlen_q, dispatch.machine(q.device).processors, num_splits, windows is not None, None if config is None else tuple(sorted(config.items())),
     )  # fmt: skip
     block_n = config["N"]
-    sinks, seq_lens, block_table = (x if x is None or x.is_contiguous() else x.contiguous() for x in (sinks, seq_lens, block_table))
+    sinks, seq_lens, block_table = contiguous(sinks, seq_lens, block_table)
     table = None if windows is None else windows.table(q.device)
     work = num_m * num_heads * (1 if ragged else num_seqs) * num_splits
     target, target_lse, strides_o = out, lse, (out4.stride(2), out4.stride(1), out4.stride(0))
@@ -212,11 +188,11 @@ def launch_prefill(
     key_rows = min(page_size, block_n) if page_size else block_n
     positive = abs(scale)
     with torch.cuda.device(q.device):
-        counter = _counter(q.device) if config["DYNAMIC"] else None
+        tickets = counter(q.device) if config["DYNAMIC"] else None
         dflash2_prefill_hopper[(grid,)](
-            *_describe_parts(q4, 64, d1, d2), *_describe_parts(k4, key_rows, d1, d2),
-            *_describe_parts(v4, key_rows, v1, v2), *_describe_parts(out4, 64, v1, v2),
-            target, target_lse, sinks, cu_seqlens_q, cu_seqlens_k, seq_lens, block_table, table, counter,
+            *describe_parts(q4, 64, d1, d2), *describe_parts(k4, key_rows, d1, d2),
+            *describe_parts(v4, key_rows, v1, v2), *describe_parts(out4, 64, v1, v2),
+            target, target_lse, sinks, cu_seqlens_q, cu_seqlens_k, seq_lens, block_table, table, tickets,
             *strides_o, seqlen_q, 0 if block_table is None else block_table.stride(0),
             seqlen_q, seqlen_k, num_heads, group, num_seqs, num_m, section, num_splits, work, right or 0,
             2 * LOG2_E * positive / softcap if softcap else positive * LOG2_E, softcap * LOG2_E,
