@@ -3,9 +3,10 @@
 import torch
 
 from ladder.contract import check_flag, check_integer, check_scale
+from ladder.rungs import MAX_HEAD_DIM
 
 from .api import dflash2_attention, dflash2_decode, dflash2_mla_decode, dflash2_paged_prefill, dflash2_varlen
-from .checks import MAX_HEAD_DIM, check_options
+from .checks import check_options
 from .decision import decide, decode_call, prefill_call
 from .dispatch import RUNG, device_code, interpreting, machine
 from .hopper import decode as hopper_decode
