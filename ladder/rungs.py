@@ -1,6 +1,5 @@
 """The list of rungs: number, name, the one idea of each, what it can do, and where its attention function is."""
 
-import functools
 import importlib
 import re
 from dataclasses import dataclass
@@ -76,8 +75,9 @@ RUNGS = (
          _MODEL_SHAPES | {"ragged", "paged", "mla", "windows", "fusion"}, needs_triton=True, max_head_dim=MAX_HEAD_DIM),
 )  # fmt: skip
 
+BY_NAME = {rung.name: rung for rung in RUNGS}
 
-@functools.cache
+
 def find(name):
     """The rung of that number (5, "5", "05") or name ("step05_fused", "fused").
 
@@ -85,8 +85,10 @@ def find(name):
         ValueError: no such rung; the message lists them.
     """
     text = str(name)
+    if text in BY_NAME:
+        return BY_NAME[text]
     for rung in RUNGS:
-        if text.isdigit() and int(text) == rung.number or text in (rung.name, rung.name.split("_", 1)[1]):
+        if text.isdigit() and int(text) == rung.number or text == rung.name.split("_", 1)[1]:
             return rung
     raise ValueError(f"rung is {name!r}; want one of {', '.join(r.name for r in RUNGS)} or its number")
 
