@@ -6,11 +6,10 @@ import pytest
 from support import ROOT
 
 # From the ground up: a file may import its own floor and those below. "stepNN" stands for the rungs, which have an
-# order of their own; commands by their old names stand on the roof.
-OLD_COMMANDS = ("bench_v1", "bench_v2", "bench_fusion", "bench_variants", "bench_multi_gpu")
+# order of their own.
 FLOORS = (
     ("contract", "rungs"), ("stepNN",), ("lab", "integrations"), ("engine", "profile", "climb"), ("bench", "chapters"),
-    ("__main__", *OLD_COMMANDS),
+    ("__main__",),
 )  # fmt: skip
 # Rooms of one floor that nevertheless do not know each other.
 APART = {("lab", "integrations"), ("integrations", "lab"), ("bench", "chapters"), ("chapters", "bench")}

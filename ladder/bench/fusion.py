@@ -5,23 +5,19 @@ bytes moved, microseconds in a CUDA graph with L2 filled with other data before,
 ``two_launches`` are the two ways that the call chooses between; ``step08_dflash2`` is what it chooses.
 """
 
-import argparse
-import os
-import subprocess
+import functools
 import sys
-import time
 from dataclasses import dataclass, field
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ladder.lab import results
-from ladder.lab.parity import Parity, _band, _distance, poison
-from ladder.lab.roofline import measure_limits
+from ladder.lab.parity import Parity, band, distance
 from ladder.step07_dflash1 import DecodeWorkspace
 from ladder.step08_dflash2 import fusion
 
-from .harness import Bench, DryRun
+from . import harness
+from .harness import Cell, Suite, Work
 
 TOKENS = (8, 64, 4096)
 
@@ -116,8 +112,8 @@ def check_budget(outputs, reference, chain):
     """
     worst = Parity(True, 0.0, 0.0)
     for number, (out, exact, other) in enumerate(zip(outputs, reference, chain, strict=True)):
-        budget = 2 * _distance(other.double(), exact.double()) + _band(exact, out.dtype) + _band(exact, torch.float32)
-        error = _distance(out.double(), exact.double())
+        budget = 2 * distance(other.double(), exact.double()) + band(exact, out.dtype) + band(exact, torch.float32)
+        error = distance(out.double(), exact.double())
         if not error <= budget:
             return Parity(False, error, budget, f"output {number}: max error {error:.3g} is over the budget {budget:.3g}")
         if error >= worst.max_error:
@@ -152,13 +148,13 @@ def check_choice(
     key = ranked.gather(1, chosen)
     left = ranked.masked_fill(kept, float("-inf")).amax(-1)
     steps = torch.cat([key.diff(dim=-1), (left - key[:, -1])[:, None]], dim=1)  # all downwards, to the best that is left
-    error = _distance(steps.clamp(min=0), torch.zeros_like(steps))
+    error = distance(steps.clamp(min=0), torch.zeros_like(steps))
     if not error <= tolerance:
         return Parity(False, error, tolerance, f"a score of {error:.3g} more was left out or put behind")
     exact = scores.gather(1, chosen)
     if renormalize:
         exact = exact / (exact.sum(-1, keepdim=True) + 1e-20)
-    error = _distance(weights.double(), exact * routed_scaling_factor)
+    error = distance(weights.double(), exact * routed_scaling_factor)
     if not error <= tolerance * max(1.0, abs(routed_scaling_factor)):
         return Parity(False, error, tolerance, f"weights are off by {error:.3g}")
     if not torch.equal(counts.long(), torch.bincount(chosen.flatten(), minlength=gate_weight.shape[0])):
@@ -318,71 +314,53 @@ def cases():
     return found
 
 
-def run_case(bench, case):
-    """Check and time every way to compute one case; adds rows to ``bench``."""
-    print(case.label(), flush=True)
-    args, options = case.make(bench.device)
-    exact_args = [x.double() if x.is_floating_point() else x for x in args]
-    exact_options = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-    reference = case.outputs(case.chain(*exact_args, **exact_options), exact_args)
-    chained = case.outputs(case.chain(*args, **options), args)
-    workspace = DecodeWorkspace(bench.device)
+class Judge:
+    """Whether a call's result is right: within the chain's own error of float64, and a router's choice sound."""
+
+    def __init__(self, case, args, options):
+        self.case, self.args, self.options = case, args, options
+        exact_args = [x.double() if x.is_floating_point() else x for x in args]
+        exact_options = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        self.reference = case.outputs(case.chain(*exact_args, **exact_options), exact_args)
+        self.chained = case.outputs(case.chain(*args, **options), args)
+        self.budget = 0.0
+
+    def check(self, result):
+        """Parity of what a call returned and wrote."""
+        parity = check_budget(self.case.outputs(result, self.args), self.reference, self.chained)
+        if parity and self.case.op == "router":
+            checking = {k: v for k, v in self.options.items() if k not in ("top_k", "eps")}
+            parity = check_choice(result[0], self.args[3], *result[2:], **checking)
+        return parity
+
+
+def case_work(case, device, peers):
+    """Every way to compute one case: PyTorch's chain, what the call chooses, and each of the two that it chooses between."""
+    args, options = case.make(device)
+    workspace = DecodeWorkspace(device)
     # The chain's bytes do not depend on what the tensors hold nor where they are.
     with Traffic() as traffic:
         case.chain(*args, **options)
-    ways = {"torch": (lambda: case.chain(*args, **options), traffic.bytes)}
+    impls, moved = {"torch": functools.partial(case.chain, *args, **options)}, {"torch": traffic.bytes}
     for name, fused in (("step08_dflash2", None), ("one_launch", True), ("two_launches", False)):
         if not (fused and case.tokens > fusion.FEW_TOKENS):
-            call = lambda fused=fused: case.call(*args, **options, workspace=workspace, fused=fused)  # noqa: E731
-            ways[name] = call, case.bytes_moved(args, options, fused)
-    checking = {k: v for k, v in options.items() if k not in ("top_k", "eps")}
-    for name, (fn, moved) in ways.items():
-
-        def one(name=name, fn=fn, moved=moved):
-            poison(*(args[5:7] if case.op == "qkv" else args[5:6] if case.op == "mla" else ()))
-            result = fn()
-            parity = check_budget(case.outputs(result, args), reference, chained)
-            if parity and case.op == "router":
-                parity = check_choice(result[0], args[3], *result[2:], **checking)
-            count = launches(fn, bench.device)
-            bench.add(case.as_dict(), name, timing=bench.graph(fn), num_bytes=moved, parity=parity, launches=count, bytes=moved)
-
-        bench.guard(f"{name} {case.label()}", one)
+            impls[name] = functools.partial(case.call, *args, **options, workspace=workspace, fused=fused)
+            moved[name] = case.bytes_moved(args, options, fused)
+    caches = {"qkv": args[5:7], "mla": args[5:6], "router": []}[case.op]
+    return [Work(
+        case.as_dict(), impls, lambda: Judge(case, args, options), dict.fromkeys(impls, caches), num_bytes=moved, graph=True,
+        about=lambda name, fn: {"launches": launches(fn, device), "bytes": moved[name]},
+    )]  # fmt: skip
 
 
-@results.names_what_it_cannot_write
-def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m ladder.bench fusion", description=__doc__.splitlines()[0])
-    parser.add_argument("--json", default="bench_fusion.json", help="file for the results, '-' for standard output")
-    parser.add_argument("--minutes", type=float, default=2.0, help="stop starting new cases after this long")
-    parser.add_argument("--warm", nargs=2, type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA device")
-    device = torch.device("cuda", torch.cuda.current_device())
-    if args.warm:  # compile what the measuring process will launch; it will say what goes wrong
-        share, shares = args.warm
-        with open(os.devnull, "w") as sys.stdout:
-            for case in cases()[share::shares]:
-                run_case(DryRun(device), case)
-        return 0
-    start = time.time()
-    workers = min(6, max(1, (os.cpu_count() or 2) - 2))
-    command = [sys.executable, "-m", "ladder.bench", "fusion", "--warm"]
-    running = [subprocess.Popen([*command, str(i), str(workers)]) for i in range(workers)]
-    for process in running:
-        process.wait()
-    print(f"compiled in {time.time() - start:.0f} s with {workers} processes", flush=True)
-    bench = Bench(device, start + 60 * args.minutes, quick=True)
-    limits = measure_limits(device)
-    for case in cases():
-        bench.guard(case.label(), run_case, bench, case)
-    results.write(results.document(bench.rows, device=device, limits=limits, failures=bench.failures), args.json)
-    for failure in bench.failures:
-        print("failed:", failure)
-    print(f"{time.time() - start:.0f} s in all", flush=True)
-    return 1 if bench.failures or any(row.get("ok") is False for row in bench.rows) else 0
+def cells(args):
+    """A cell a case."""
+    return [Cell(case.op, case.label(), functools.partial(case_work, case)) for case in cases()]
 
+
+main = functools.partial(
+    harness.main, Suite("fusion", __doc__, "bench_fusion.json", 2.0, ("qkv", "mla", "router"), cells, strict=True)
+)
 
 if __name__ == "__main__":
     sys.exit(main())

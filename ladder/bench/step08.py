@@ -1,37 +1,30 @@
 """Measure rung 08 beside its peers on a GPU: ``python -m ladder.bench step08 --json FILE [--only prefill,decode] [--cells REGEX]``.
 
 Every cell of step 08's targets: prefill at three head sizes and four head layouts, paged decode, MLA decode, range windows,
-chunked prefill, memory and the first call. All implementations of a cell are measured in turn, round after round, in this
-process, so that a clock that drifts meets them all; each is checked against the float64 oracle before and after. A cell that
-fails is recorded with its error and does not stop the others. The file is written after every cell: stopped or out of time
-it says so (``"complete": false`` and what was not run).
+chunked prefill, memory and the first call.
 """
 
-import argparse
-import contextlib
-import math
+import functools
+import json
 import os
-import re
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
 
-from ladder.lab import results
 from ladder.lab.cells import LENGTHS, OURS, V1, by_cell, faster, geometric_mean
 from ladder.lab.decode_problem import DecodeOracle, DecodeProblem
 from ladder.lab.memory import peak_bytes
 from ladder.lab.parity import Oracle
-from ladder.lab.peers import PEERS, contiguous_peers, decode_peers
+from ladder.lab.peers import PEERS, contiguous_peers, decode_peers, fa3_function
 from ladder.lab.problem import AttentionProblem
-from ladder.lab.roofline import Limits, measure_limits
+from ladder.lab.results import typed
 from ladder.lab.window_oracle import WindowOracle
 
-from .harness import Cell, Measure, Work
+from . import harness
+from .harness import Cell, Suite, Work, target
 
 SECTIONS = ("prefill", "decode", "mla_decode", "windows", "chunked", "memory", "first_call")
 
@@ -116,38 +109,31 @@ def _dtype(dry):
 
 def cells(dry=False):
     """Every cell, in the order in which a run that is cut short should have measured them."""
-    found = [
-        Cell("prefill", name, lambda device, peers, args=args: prefill_work(*args, device, peers))
-        for name, args in prefill_problems(dry).items()
-    ]
-    last = [cell for cell in found if "group" in cell.name]  # after everything else, should time run out
-    found = [cell for cell in found if "group" not in cell.name]
+    bind = functools.partial
+    prefill = [Cell("prefill", name, bind(prefill_work, *args)) for name, args in prefill_problems(dry).items()]
+    last = [cell for cell in prefill if "group" in cell.name]  # after everything else, should time run out
+    found = [cell for cell in prefill if "group" not in cell.name]
     for section, problems in (("decode", decode_problems(dry)), ("mla_decode", mla_problems(dry))):
-        found += [Cell(section, name, lambda device, peers, p=p: decode_work(p, device, peers)) for name, p in problems.items()]
-    for name, S, ranges, names in window_cases(dry):
-        found.append(Cell("windows", name, lambda device, peers, a=(S, ranges, names, dry): window_work(*a, device, peers)))
-    for name, B, Hq, Hkv, context, new in (
-        ("1 x 128k", 1, 32, 8, 131072, 512),
-        ("1 x 128k MHA", 1, 16, 16, 131072, 512),
-        ("8 x 32k", 8, 32, 8, 32768, 512),
-    ):
-        context, new = (_scaled(dry, context), 4) if dry else (context, new)
-        problem = DecodeProblem(B=B, Hq=Hq, Hkv=Hkv, context=context + new, q_len=new, dtype=_dtype(dry), page_size=4 if dry else 64)
-        found.append(Cell("chunked", f"chunked 512 on {name}", lambda device, peers, p=problem: chunked_work(p, device, peers)))
-    found.append(Cell("memory", "memory 128k causal", lambda device, peers: []))
-    found += last
-    found.append(Cell("first_call", "first call", lambda device, peers: []))
-    return found
+        found += [Cell(section, name, bind(decode_work, p)) for name, p in problems.items()]
+    found += [Cell("windows", name, bind(window_work, *case, dry)) for name, *case in window_cases(dry)]
+    page, dtype = 4 if dry else 64, _dtype(dry)
+    for name, B, Hq, Hkv, context in (("1 x 128k", 1, 32, 8, 131072), ("1 x 128k MHA", 1, 16, 16, 131072), ("8 x 32k", 8, 32, 8, 32768)):
+        context, new = (_scaled(dry, context), 4) if dry else (context, 512)
+        problem = DecodeProblem(B=B, Hq=Hq, Hkv=Hkv, context=context + new, q_len=new, dtype=dtype, page_size=page)
+        found.append(Cell("chunked", f"chunked 512 on {name}", bind(chunked_work, problem)))
+    found.append(Cell("memory", "memory 128k causal", run=run_memory))
+    return [*found, *last, Cell("first_call", "first call", run=run_first_call)]
 
 
 # What a cell runs
 
 
 def prefill_work(problem, wanted, device, peers=True):
+    """Steps 08 and, where ``wanted`` names it, 07, and the wanted peers on one problem."""
     from ladder.step07_dflash1 import attention as v1
     from ladder.step08_dflash2 import dflash2_attention
 
-    q, k, v = problem.make(device) if peers else _empty(problem, device)
+    q, k, v = problem.make(device) if peers else problem.empty(device)
     outs = {name: q.new_empty(*q.shape[:3], problem.Dv) for name in (OURS, *([V1] if V1 in wanted else []))}
     impls = {OURS: lambda: dflash2_attention(q, k, v, causal=problem.causal, out=outs[OURS])}
     if V1 in wanted and device.type == "cuda":
@@ -156,60 +142,48 @@ def prefill_work(problem, wanted, device, peers=True):
         if peer.name in (*wanted, "sdpa") and peer.why_not(problem, device) is None:
             impls[peer.name] = lambda run=peer.build(problem): run(q, k, v)
     rows = 512 if problem.Sq <= 4096 else 64
-    return [Work(problem.case(), impls, lambda: Oracle(q, k, v, causal=problem.causal, sample_rows=rows), outs, flops=problem.flops)]
+    oracle = lambda: Oracle(q, k, v, causal=problem.causal, sample_rows=rows)  # noqa: E731
+    return [Work(problem.case(), impls, oracle, _each(outs), flops=problem.flops)]
 
 
-def _empty(problem, device):
-    """Tensors of a problem with nothing in them: what a kernel is compiled for."""
-    shapes = ((problem.Hq, problem.Sq, problem.D), (problem.Hkv, problem.Sk, problem.D), (problem.Hkv, problem.Sk, problem.Dv))
-    return [torch.zeros(problem.B, *shape, dtype=getattr(torch, problem.dtype), device=device) for shape in shapes]
+def _each(outs):
+    return {name: [out] for name, out in outs.items()}
 
 
 def decode_work(problem, device, peers=True):
+    """Steps 08 and 07 on pages, step 08 on one page a sequence, and the peers, on one problem."""
     from ladder import step07_dflash1
-    from ladder.step08_dflash2 import dflash2_decode, dflash2_mla_decode
+    from ladder.step08_dflash2 import DecodeWorkspace, dflash2_decode, dflash2_mla_decode
 
     if not peers:  # short sequences under the same block table: the host never sees lengths, so the same kernels
         problem = problem.replace(context=2 * problem.page_size, lengths=None, max_context=problem.capacity)
     inputs = problem.make(device, poison=peers)
     q, k_cache, v_cache, table, lens = inputs
-    names = [OURS, V1, "step08_contiguous"]
-    outs = {name: q.new_empty(*q.shape[:3], problem.Dv) for name in names}
-    workspace = step07_dflash1.DecodeWorkspace(device)
-    ours, impls = decode_workspace(problem, device), {}
+    outs = {name: q.new_empty(*q.shape[:3], problem.Dv) for name in (OURS, V1, "step08_contiguous")}
+    options = {OURS: dict(out=outs[OURS], workspace=DecodeWorkspace(device)),  # kept between calls as a server keeps it
+               V1: dict(out=outs[V1], workspace=step07_dflash1.DecodeWorkspace(device))}  # fmt: skip
     if problem.latent:
-        latent = k_cache[:, :, 0]
-        options = dict(scale=problem.scale, head_dim_v=problem.Dv)
-        impls[OURS] = lambda: dflash2_mla_decode(q, latent, table, lens, out=outs[OURS], workspace=ours, **options)
-        v1 = lambda: step07_dflash1.mla_decode(q, latent, table, lens, out=outs[V1], workspace=workspace, **options)  # noqa: E731
+        args, size = (q, k_cache[:, :, 0], table, lens), dict(scale=problem.scale, head_dim_v=problem.Dv)
+        calls = {OURS: dflash2_mla_decode, V1: step07_dflash1.mla_decode}
     else:
-        impls[OURS] = lambda: dflash2_decode(q, k_cache, v_cache, table, lens, scale=problem.scale, out=outs[OURS], workspace=ours)
-        options = dict(scale=problem.scale, out=outs[V1], workspace=workspace)
-        v1 = lambda: step07_dflash1.paged_decode(q, k_cache, v_cache, table, lens, **options)  # noqa: E731
-        if problem.lengths is None:  # one page a sequence: what the pages cost
-            if peers:
-                k, v = (x.transpose(1, 2).contiguous() for x in inputs.contiguous())
-            else:
-                k, v = (q.new_zeros(1, problem.capacity, problem.Hkv, width) for width in (problem.D, problem.Dv))
-            whole = torch.arange(problem.B, dtype=torch.int32, device=device)[:, None] % len(k)
-            impls["step08_contiguous"] = lambda: dflash2_decode(
-                q, k, v, whole, lens, scale=problem.scale, out=outs["step08_contiguous"], workspace=ours
-            )
-    if device.type == "cuda":
-        impls[V1] = v1
+        args, size = (q, k_cache, v_cache, table, lens), dict(scale=problem.scale)
+        calls = {OURS: dflash2_decode, V1: step07_dflash1.paged_decode}
+    impls = {name: functools.partial(call, *args, **size, **options[name]) for name, call in calls.items()}
+    if device.type != "cuda":
+        del impls[V1]
+    if not problem.latent and problem.lengths is None:  # one page a sequence: what the pages cost
         if peers:
-            others = {name: run for name, run in decode_peers(problem, inputs).items() if name != "fa3"}
-            impls |= {**others, **contiguous_peers(problem, inputs)}
-    flops = problem.flops if problem.latent else None
-    return [Work(problem.case(), impls, lambda: DecodeOracle(inputs, scale=problem.scale), outs, flops, problem.kv_bytes, graph=True)]
-
-
-def decode_workspace(problem, device):
-    """A workspace of rung 08's own, kept between calls as a server keeps it; None where rung 08 has no class for it."""
-    from ladder import step08_dflash2
-
-    make = getattr(step08_dflash2, "DecodeWorkspace", None)
-    return make(device) if make else None
+            k, v = (x.transpose(1, 2).contiguous() for x in inputs.contiguous())
+        else:
+            k, v = (q.new_zeros(1, problem.capacity, problem.Hkv, width) for width in (problem.D, problem.Dv))
+        whole = torch.arange(problem.B, dtype=torch.int32, device=device)[:, None] % len(k)
+        same = {**options[OURS], "out": outs["step08_contiguous"]}
+        impls["step08_contiguous"] = functools.partial(dflash2_decode, q, k, v, whole, lens, scale=problem.scale, **same)
+    if device.type == "cuda" and peers:
+        impls |= {name: run for name, run in decode_peers(problem, inputs).items() if name != "fa3"}
+        impls |= contiguous_peers(problem, inputs)
+    oracle = lambda: DecodeOracle(inputs, scale=problem.scale)  # noqa: E731
+    return [Work(problem.case(), impls, oracle, _each(outs), problem.flops if problem.latent else None, problem.kv_bytes, graph=True)]
 
 
 def window_cases(dry=False):
@@ -226,38 +200,35 @@ def window_cases(dry=False):
 
 
 def window_work(S, ranges, names, dry, device, peers=True):
+    """Step 08 under range windows, the peers of ``names`` that have such windows, and step 08 without any."""
     from ladder.step08_dflash2 import RangeWindows, dflash2_attention
 
     heads = 2 if dry else 16
     problem = AttentionProblem(Hq=heads, Hkv=heads, Sq=S, Sk=S, causal=True, dtype=_dtype(dry))
     windows = RangeWindows(ranges)
-    q, k, v = problem.make(device) if peers else _empty(problem, device)
+    q, k, v = problem.make(device) if peers else problem.empty(device)
     outs = {name: torch.empty_like(q) for name in (OURS, "full")}
     impls = {OURS: lambda: dflash2_attention(q, k, v, causal=True, windows=windows, out=outs[OURS])}
     (_, _, sink, window), *_ = ranges
     if "flex" in names and device.type == "cuda" and peers:
-        impls["flex"] = _flex_window(S, sink, window)(q, k, v)
+        impls["flex"] = _flex_window(q, k, v, sink, window)
     if "fa3" in names and peers and next(p for p in PEERS if p.name == "fa3").why_not(problem, device) is None:
-        impls["fa3"] = _fa3_window(q, k, v, window)
-    case = {**problem.case(), "mode": "window", "windows": [list(r) for r in ranges]}
-    pairs = _visible_pairs(ranges, S)
+        impls["fa3"] = fa3_window(q, k, v, window)
+    case, pairs = {**problem.case(), "mode": "window", "windows": [list(r) for r in ranges]}, visible_pairs(ranges, S)
     oracle = lambda: WindowOracle(q, k, v, ranges, sample_rows=64)  # noqa: E731
-    work = [
-        Work(
-            case, impls, oracle, outs, flops=4 * heads * problem.D * pairs, extra={"visible_share": round(pairs / problem.visible_pairs, 5)}
-        )
-    ]
+    share = {"visible_share": round(pairs / problem.visible_pairs, 5)}
+    work = [Work(case, impls, oracle, _each({OURS: outs[OURS]}), flops=4 * heads * problem.D * pairs, extra=share)]
     for name in ("causal", "dense"):
         if name in names:  # everything that a causal mask, or none, leaves: what the windows save time against
             base = problem.replace(causal=name == "causal")
             run = {OURS: lambda base=base: dflash2_attention(q, k, v, causal=base.causal, out=outs["full"])}
             judge = lambda base=base: Oracle(q, k, v, causal=base.causal, sample_rows=64)  # noqa: E731
             full = {**base.case(), "mode": "window", "windows": None}
-            work.append(Work(full, run, judge, {OURS: outs["full"]}, flops=base.flops, suffix=f", {name}"))
+            work.append(Work(full, run, judge, {OURS: [outs["full"]]}, flops=base.flops, suffix=f", {name}"))
     return work
 
 
-def _visible_pairs(ranges, S):
+def visible_pairs(ranges, S):
     """(query, key) pairs that a causal square of length S has under the ranges."""
     position = torch.arange(S, dtype=torch.int64)
     seen = position + 1
@@ -268,26 +239,18 @@ def _visible_pairs(ranges, S):
     return int(seen.sum())
 
 
-def _fa3_window(q, k, v, window):
+def fa3_window(q, k, v, window):
     """FlashAttention-3 with the ``window`` newest keys of each query; it counts those to the left of the query's own."""
-    from ladder.lab.peers import _fa3_module
-
-    interface = __import__(_fa3_module())
-
-    def run():
-        out = interface.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True, window_size=(window - 1, 0))
-        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
-
-    return run
+    return functools.partial(fa3_function(causal=True, window_size=(window - 1, 0)), q, k, v)
 
 
-def _flex_window(S, sink, window):
+def _flex_window(q, k, v, sink, window):
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._dynamo.reset()
-    compiled = torch.compile(flex_attention, dynamic=False)
+    S = q.shape[2]
     mask = create_block_mask(lambda b, h, i, j: (j <= i) & ((j > i - window) | (j < sink)), None, None, S, S, device="cuda")
-    return lambda q, k, v: lambda: compiled(q, k, v, block_mask=mask)
+    return functools.partial(torch.compile(flex_attention, dynamic=False), q, k, v, block_mask=mask)
 
 
 def chunked_work(problem, device, peers=True):
@@ -298,20 +261,19 @@ def chunked_work(problem, device, peers=True):
     q, k_cache, v_cache, table, lens = inputs
     cu = torch.arange(problem.B + 1, dtype=torch.int32, device=device) * problem.q_len
     packed = q.flatten(0, 1)
-    outs = {OURS: torch.empty_like(q)}
-    k, v = inputs.contiguous()
+    out, (k, v) = torch.empty_like(q), inputs.contiguous()
+    pages = (packed, k_cache, v_cache, table, lens, cu)
     impls = {
-        OURS: lambda: dflash2_paged_prefill(packed, k_cache, v_cache, table, lens, cu, problem.q_len, out=outs[OURS].flatten(0, 1)).view(
-            q.shape
-        ),
+        OURS: lambda: dflash2_paged_prefill(*pages, problem.q_len, out=out.flatten(0, 1)).view(q.shape),
         "step08_contiguous": lambda: dflash2_attention(q.transpose(1, 2), k, v, causal=True).transpose(1, 2),
     }
     if device.type == "cuda":
-        impls[V1] = lambda: step07_dflash1.paged_prefill(packed, k_cache, v_cache, table, lens, cu).view(q.shape)
+        impls[V1] = lambda: step07_dflash1.paged_prefill(*pages).view(q.shape)
         if peers:
             impls |= contiguous_peers(problem, inputs)
     case = {**problem.case(), "mode": "chunked"}
-    return [Work(case, impls, lambda: DecodeOracle(inputs, most_sequences=1), outs, flops=problem.flops, num_bytes=problem.kv_bytes)]
+    oracle = lambda: DecodeOracle(inputs, most_sequences=1)  # noqa: E731
+    return [Work(case, impls, oracle, {OURS: [out]}, flops=problem.flops, num_bytes=problem.kv_bytes)]
 
 
 def run_memory(bench):
@@ -371,8 +333,6 @@ def run_first_call(bench):
 
     Python's own bytecode is cached in both, as an installation leaves it; some images have none and forbid to write it.
     """
-    import json
-
     bytecode = tempfile.TemporaryDirectory()
 
     def one(cache, warm):
@@ -397,22 +357,6 @@ def run_first_call(bench):
     bytecode.cleanup()
 
 
-# Measuring
-
-
-def run_cell(bench, cell):
-    """Measure one cell into ``bench.rows``."""
-    if cell.section == "memory":
-        run_memory(bench)
-    elif cell.section == "first_call":
-        run_first_call(bench)
-    else:
-        for work in cell.build(bench.device, True):
-            bench.guard(cell.name, bench.work, work, cell.name + work.suffix)
-    if bench.device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 # Ratios and targets
 
 
@@ -427,256 +371,120 @@ def ratio_summary(rows, peer="fa3"):
         "tokens": lambda c: c["Sq"],
     }
     lines = []
-    for kind, key in kinds.items():
-        for value in sorted({key(entry["case"]) for entry, _ in found}, key=str if kind != "tokens" else int):
-            chosen = [(ratio, entry.get("cell", "")) for entry, ratio in found if key(entry["case"]) == value]
-            low, where = min(chosen)
-            lines.append((f"{kind}: {value}" if value != "all" else kind, len(chosen), geometric_mean(r for r, _ in chosen), low, where))
-    for mode in ("decode", "mla_decode", "chunked", "window"):
-        chosen = [(r, impls[OURS].get("cell", "")) for impls in by_cell(rows, mode) if (r := faster(impls, peer)) is not None]
+
+    def line(what, chosen):
         if chosen:
-            lines.append((mode, len(chosen), geometric_mean(r for r, _ in chosen), *min(chosen)))
+            lines.append((what, len(chosen), geometric_mean(ratio for ratio, _ in chosen), *min(chosen)))
+
+    for kind, key in kinds.items():
+        for value in sorted({key(row.case) for row, _ in found}, key=str if kind != "tokens" else int):
+            chosen = [(ratio, row.get("cell", "")) for row, ratio in found if key(row.case) == value]
+            line(f"{kind}: {value}" if value != "all" else kind, chosen)
+    for mode in ("decode", "mla_decode", "chunked", "window"):
+        line(mode, [(r, c[OURS].get("cell", "")) for c in by_cell(rows, mode) if (r := faster(c, peer)) is not None])
+    return lines
+
+
+def _limit(row, limits, name):
+    """A limit of the run that a row comes from: its own for a row that was kept."""
+    return row["limits"][name] if row.get("limits") else getattr(limits, name)
+
+
+def _prefill_targets(ours, impls, limits):
+    c, name = ours.case, ours["cell"]
+    lines = target(f"{name}: over fa3", faster(impls, "fa3"), 1.0)
+    if c["D"] == 128 and c["Hq"] == c["Hkv"] and not c["causal"] and c["Sq"] >= 16384:
+        share = ours.tflops / _limit(ours, limits, "matmul_tflops")
+        lines += target(f"{name}: share of the matrix-product limit", share, 0.85)
+    if c["causal"] and c["Sq"] == 131072:
+        lines += target(f"{name}: over step 07", faster(impls, V1), 1.40)
+    return lines
+
+
+def _decode_targets(ours, impls, limits):
+    lines, name = [], ours["cell"]
+    if ours.tbs * ours.ms >= 1:  # GB
+        lines += target(f"{name}: share of the read limit", ours.tbs / _limit(ours, limits, "read_tbs"), 0.95)
+    peers = {p: r for p in impls if not p.startswith("step") and (r := faster(impls, p)) is not None}
+    if peers:
+        best = min(peers, key=peers.get)
+        lines += target(f"{name}: over the best peer, {best}", peers[best], 1.0)
+    return lines + target(f"{name}: contiguous over paged time", faster(impls, "step08_contiguous"), 0.97)
+
+
+def _mla_targets(ours, impls, limits):
+    c, lines = ours.case, []
+    if c["B"] > 1:
+        unit, value, want = ("TB/s", ours.tbs, 4.2) if c["Hq"] < 64 else ("TFLOP/s", ours.tflops, 600)
+        lines = target(f"{ours['cell']}: {unit}", value, want)
+    return lines + target(f"{ours['cell']}: over fa3", faster(impls, "fa3"), 1.0)
+
+
+def _window_targets(rows):
+    lines, cells = [], by_cell(rows, "window")
+    ours = [(c[OURS], c) for c in cells if OURS in c]
+    full = {(row.case["Sq"], row.case["causal"]): row for row, _ in ours if row.case["windows"] is None}
+    for row, impls in ours:
+        if row.case["windows"] is None:
+            continue
+        over = {m: faster({"full": base, OURS: row}, "full") for (S, m), base in full.items() if S == row.case["Sq"]}
+        name = row["cell"]
+        if row.case["windows"][0][1] is None:
+            lines += target(f"{name}: over dense", over.get(False), 20)
+            share = over[True] * row["visible_share"] if over.get(True) else None
+            lines += target(f"{name}: over causal, as a share of what the pairs left promise", share, 0.8)
+        lines += target(f"{name}: over flex_attention", faster(impls, "flex"), 1.5)
+        lines += target(f"{name}: over fa3", faster(impls, "fa3"), 1.0)
+    return lines
+
+
+def _memory_targets(rows):
+    peaks = {row.impl: row.peak_bytes for row in rows if row.mode == "memory"}
+    if not {OURS, V1} <= set(peaks):
+        return []
+    return target("128k causal prefill: peak memory over step 07's", peaks[OURS] / peaks[V1], 0.9999, most=True)
+
+
+def _first_call_targets(rows):
+    lines = []
+    for row in rows:
+        if row.mode == "first_call" and (row.case["cache"] == "warm" or row.case["warmup"]):
+            how = "cache warm" if row.case["cache"] == "warm" else "after warmup"
+            first = row["seconds_import"] + row["seconds_prefill"]
+            lines += target(f"first prefill after import, {how}: seconds", first, 1.0, most=True)
+            lines += target(f"first decode after that, {how}: seconds", row["seconds_decode"], 1.0, most=True)
     return lines
 
 
 def targets(rows, limits):
     """Step 08's targets beside what the rows say: [{"what", "value", "want", "ok"}]; ``most`` marks an upper bound."""
-    lines = []
-
-    def line(what, value, want, most=False):
-        if value is not None:
-            lines.append(
-                {
-                    "what": what,
-                    "value": round(value, 4),
-                    "want": want,
-                    "ok": value <= want if most else value >= want,
-                    **({"most": True} if most else {}),
-                }
-            )
-
-    def limit(row, name):  # of its own run, for a row that is kept
-        return row["limits"][name] if row.get("limits") else getattr(limits, name)
-
-    prefill = by_cell(rows, "prefill")
-    ratios = [r for impls in prefill if (r := faster(impls, "fa3")) is not None]
-    line("prefill, geometric mean over fa3", geometric_mean(ratios), 1.05)
-    for impls in prefill:
-        if OURS not in impls:
-            continue
-        ours, case = impls[OURS], impls[OURS]["case"]
-        line(f"{ours['cell']}: over fa3", faster(impls, "fa3"), 1.0)
-        if case["D"] == 128 and case["Hq"] == case["Hkv"] and not case["causal"] and case["Sq"] >= 16384:
-            line(f"{ours['cell']}: share of the matrix-product limit", ours["tflops"] / limit(ours, "matmul_tflops"), 0.85)
-        if case["causal"] and case["Sq"] == 131072:
-            line(f"{ours['cell']}: over step 07", faster(impls, V1), 1.40)
-    for impls in by_cell(rows, "decode"):
-        if OURS not in impls:
-            continue
-        ours, name = impls[OURS], impls[OURS]["cell"]
-        if ours["tbs"] * ours["ms"]["median"] >= 1:  # GB
-            line(f"{name}: share of the read limit", ours["tbs"] / limit(ours, "read_tbs"), 0.95)
-        peers = {p: r for p in impls if not p.startswith("step") and (r := faster(impls, p)) is not None}
-        if peers:
-            best = min(peers, key=peers.get)
-            line(f"{name}: over the best peer, {best}", peers[best], 1.0)
-        line(f"{name}: contiguous over paged time", faster(impls, "step08_contiguous"), 0.97)
-    for impls in by_cell(rows, "mla_decode"):
-        if OURS not in impls:
-            continue
-        ours, case = impls[OURS], impls[OURS]["case"]
-        if case["B"] > 1:
-            few = case["Hq"] < 64
-            line(f"{ours['cell']}: {'TB/s' if few else 'TFLOP/s'}", ours["tbs"] if few else ours["tflops"], 4.2 if few else 600)
-        line(f"{ours['cell']}: over fa3", faster(impls, "fa3"), 1.0)
-    windows = by_cell(rows, "window")
-    full = {
-        (impls[OURS]["case"]["Sq"], impls[OURS]["case"]["causal"]): impls[OURS]
-        for impls in windows
-        if OURS in impls and impls[OURS]["case"]["windows"] is None
-    }
-    for impls in windows:
-        ours = impls.get(OURS)
-        if ours and ours["case"]["windows"] is not None:
-            Sq = ours["case"]["Sq"]
-            over = {causal: faster({"full": full[Sq, causal], OURS: ours}, "full") for causal in (False, True) if (Sq, causal) in full}
-            if ours["case"]["windows"][0][1] is None:
-                line(f"{ours['cell']}: over dense", over.get(False), 20)
-                line(
-                    f"{ours['cell']}: over causal, as a share of what the pairs left promise",
-                    over[True] * ours["visible_share"] if over.get(True) else None,
-                    0.8,
-                )
-            line(f"{ours['cell']}: over flex_attention", faster(impls, "flex"), 1.5)
-            line(f"{ours['cell']}: over fa3", faster(impls, "fa3"), 1.0)
+    rows = typed(rows)
+    ratios = [r for impls in by_cell(rows, "prefill") if (r := faster(impls, "fa3")) is not None]
+    lines = target("prefill, geometric mean over fa3", geometric_mean(ratios), 1.05)
+    for mode, make in (("prefill", _prefill_targets), ("decode", _decode_targets), ("mla_decode", _mla_targets)):
+        for impls in by_cell(rows, mode):
+            lines += make(impls[OURS], impls, limits) if OURS in impls else []
+    lines += _window_targets(rows)
     for impls in by_cell(rows, "chunked"):
-        if OURS in impls:
-            line(f"{impls[OURS]['cell']}: over fa3", faster(impls, "fa3"), 1.0)
-    peaks = {e["impl"]: e["peak_bytes"] for e in rows if e["case"].get("mode") == "memory"}
-    if {OURS, V1} <= set(peaks):
-        line("128k causal prefill: peak memory over step 07's", peaks[OURS] / peaks[V1], 0.9999, most=True)
-    for entry in rows:
-        if entry["case"].get("mode") == "first_call":
-            case = entry["case"]
-            if case["cache"] == "warm" or case["warmup"]:
-                how = "cache warm" if case["cache"] == "warm" else "after warmup"
-                line(f"first prefill after import, {how}: seconds", entry["seconds_import"] + entry["seconds_prefill"], 1.0, most=True)
-                line(f"first decode after that, {how}: seconds", entry["seconds_decode"], 1.0, most=True)
-    timed = [e for e in rows if e["impl"].startswith("step08") and "ok" in e]
-    if timed:
-        line("share of answers that are right", sum(e["ok"] for e in timed) / len(timed), 1.0)
-    return lines
+        lines += target(f"{impls[OURS]['cell']}: over fa3", faster(impls, "fa3"), 1.0) if OURS in impls else []
+    lines += _memory_targets(rows) + _first_call_targets(rows)
+    timed = [row for row in rows if row.impl.startswith("step08") and "ok" in row]
+    right = sum(row.ok for row in timed) / len(timed) if timed else None
+    return lines + target("share of answers that are right", right, 1.0)
 
 
-# The command
-
-
-def warm(share, shares, dry):
-    """Compile what every ``shares``-th cell launches, from ``share`` on; says nothing, the measuring process will."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        for cell in chosen_cells(None, None, dry)[share::shares]:
-            with contextlib.suppress(Exception):
-                for work in cell.build(device, False):
-                    for run in work.impls.values():
-                        with contextlib.suppress(Exception):
-                            run()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-
-
-def chosen_cells(only, patterns, dry):
-    """The cells of some sections whose names match one of the patterns."""
+def summary(rows):
+    """Lines that say how much faster than its peers rung 08 is."""
     return [
-        cell for cell in cells(dry)
-        if (only is None or cell.section in only) and (patterns is None or any(re.search(p, cell.name) for p in patterns))
+        f"x {peer:15} {what:28} {count:3} cases, geometric mean {mean:6.3f}, least {low:6.3f} at {where}"
+        for peer in ("fa3", "sdpa_cudnn", V1) for what, count, mean, low, where in ratio_summary(rows, peer)
     ]  # fmt: skip
 
 
-@results.names_what_it_cannot_write
-def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m ladder.bench step08", description=__doc__.splitlines()[0])
-    parser.add_argument("--json", default="bench_v2.json", help="file for the results")
-    parser.add_argument("--only", default=",".join(SECTIONS), help=f"some of {','.join(SECTIONS)}")
-    parser.add_argument("--cells", action="append", help="regular expression on the names of cells; may be given again")
-    parser.add_argument("--peers", help="implementations to compare with, as fa3,sdpa_cudnn; default all that run here")
-    parser.add_argument("--minutes", type=float, default=6.0, help="start no new cell after this long")
-    parser.add_argument("--keep", action="store_true", help="keep rows of the file for cases that this run does not measure")
-    parser.add_argument("--list", action="store_true", help="print the names of the cells and stop")
-    parser.add_argument(
-        "--dry", action="store_true", help="every cell at a thousandth of its length, on any device: a rehearsal, no result"
-    )
-    parser.add_argument("--no-warm", action="store_true", help="do not compile ahead in other processes")
-    parser.add_argument("--warm", nargs=2, type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    only = args.only.split(",")
-    if unknown := [name for name in only if name not in SECTIONS]:
-        parser.error(f"--only: {unknown[0]!r} is no section; want some of {', '.join(SECTIONS)}")
-    try:
-        todo = chosen_cells(only, args.cells, args.dry)
-    except re.error as error:
-        parser.error(f"argument --cells: {error.pattern!r} is no regular expression: {error}")
-    if not 0 <= args.minutes < math.inf:
-        parser.error(f"argument --minutes: {args.minutes}; want a number of at least 0")
-    known = {OURS, V1, "step08_contiguous", "flex", *(peer.name for peer in PEERS)}
-    if unknown := set((args.peers or OURS).split(",")) - known:
-        parser.error(f"argument --peers: {sorted(unknown)[0]!r} is none; want some of {', '.join(sorted(known))}")
-    if args.json != "-" and not Path(args.json).absolute().parent.is_dir():
-        parser.error(f"argument --json: cannot write {args.json}; want a file in a folder that exists")
-    if not todo:
-        parser.error(f"--cells: nothing matches {args.cells}; --list prints the names")
-    if args.list:
-        print("\n".join(cell.name for cell in todo))
-        return 0
-    if not torch.cuda.is_available() and not args.dry:
-        parser.error("needs a CUDA device; --dry rehearses on any")
-    if args.warm:
-        return warm(*args.warm, args.dry)
-
-    start = time.time()
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    if args.keep and args.json != "-":  # a file that cannot be added to is refused before anything is measured
-        try:
-            results.kept_rows(args.json, [], results.machine(device))
-        except ValueError as error:
-            parser.error(f"argument --json: {error}")
-    if device.type == "cuda" and not args.no_warm:
-        _warm_all(args.dry, start)
-    torch.manual_seed(0)
-    limits = measure_limits(device, quick=True) if args.dry else measure_limits(device)
-    print(f"limits {limits.as_dict()}", flush=True)
-    bench = Measure(device, start + 60 * args.minutes, dry=args.dry, only_impls=args.peers.split(",") if args.peers else None)
-    return _measure(bench, todo, limits, args)
-
-
-def _warm_all(dry, start):
-    workers = min(14, max(1, (os.cpu_count() or 2) - 2))
-    command = [sys.executable, "-m", "ladder.bench", "step08", *(["--dry"] if dry else [])]
-    running = [subprocess.Popen([*command, "--warm", str(i), str(workers)]) for i in range(workers)]
-    for process in running:
-        process.wait()
-    print(f"compiled in {time.time() - start:.0f} s with {workers} processes", flush=True)
-
-
-def _measure(bench, todo, limits: Limits, args):
-    """Run the cells; write the file after each, and whatever there is when stopped."""
-    machine, left, stopped = results.machine(bench.device), list(todo), None
-
-    def save():
-        kept = results.kept_rows(args.json, bench.rows, machine) if args.keep and args.json != "-" else []
-        rows = bench.rows + kept
-        not_run = [cell.name for cell in left]
-        if args.keep and args.json != "-":
-            not_run = results.still_not_run(args.json, not_run, [cell.name for cell in todo if cell not in left])
-        doc = results.document(
-            rows, device=bench.device, limits=limits, complete=not not_run and stopped is None, not_run=not_run,
-            must_reach=targets(rows, limits), failures=bench.failures, **({"dry": True} if bench.dry else {}),
-            **(results.kept_note(args.json) if kept else {}),
-        )  # fmt: skip
-        if stopped:
-            doc["stopped"] = stopped
-        if not bench.rows and args.json != "-" and Path(args.json).exists():
-            print(f"nothing was measured: {args.json} is left as it is")
-        elif args.json != "-" or not left or stopped:
-            results.write(doc, args.json)
-        return doc
-
-    def interrupt(number, frame):
-        raise KeyboardInterrupt(signal.Signals(number).name)
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        while left:
-            if time.time() > bench.stop_at:
-                stopped = "out of time"
-                break
-            begin = time.time()
-            bench.guard(left[0].name, run_cell, bench, left[0])
-            print(f"    {time.time() - begin:.1f} s", flush=True)
-            del left[0]
-            save()
-    except KeyboardInterrupt as error:
-        stopped = f"interrupted {error}".strip()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    report(save())
-    return 1 if stopped and stopped.startswith("interrupted") else 0
-
-
-def report(doc):
-    """Print ratios, targets and failures of a results document."""
-    for peer in ("fa3", "sdpa_cudnn", V1):
-        for what, count, mean, low, where in ratio_summary(doc["rows"], peer):
-            print(f"x {peer:15} {what:28} {count:3} cases, geometric mean {mean:6.3f}, least {low:6.3f} at {where}")
-    for entry in doc["must_reach"]:
-        print(
-            f"{'ok  ' if entry['ok'] else 'MISS'} {entry['value']:9.3f} (want {'<=' if entry.get('most') else '>='} {entry['want']}) {entry['what']}"
-        )
-    for failure in doc["failures"]:
-        print("failed:", failure)
-    if not doc["complete"]:
-        print(f"PARTIAL ({doc.get('stopped', 'not finished')}): {len(doc['not_run'])} cells not run: {', '.join(doc['not_run'])}")
-
+main = functools.partial(harness.main, Suite(
+    "step08", __doc__, "bench_v2.json", 6.0, SECTIONS, lambda args: cells(args.dry), targets, summary,
+    impls=(OURS, V1, "step08_contiguous"), dry=True,
+))  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,26 +4,20 @@ Every variant is the kernel that ships, launched with some of its ideas off, on 
 others and with FlashAttention-3, and checked before and after. Chapter 08 draws the file.
 """
 
-import argparse
-import math
-import os
-import subprocess
+import functools
 import sys
-import time
 
 import torch
 
-from ladder.lab import results
 from ladder.lab.parity import Oracle
 from ladder.lab.peers import PEERS
 from ladder.lab.problem import AttentionProblem
-from ladder.lab.roofline import measure_limits
 
-from .harness import Measure, Work
+from . import harness
+from .harness import Cell, Suite, Work
 
 EVERY_HEAD = 1 << 20
 PROCESSORS = 132
-WORKERS = min(14, max(1, (os.cpu_count() or 2) - 2))
 BASE = dict(DYNAMIC=False, section=EVERY_HEAD, K_AHEAD=False, TURNS=False, QBUF=1, CHAINS=False, HALVES=False, ALIGNED=False)
 # name, what it switches on, predicted factor under the diagonal and without it, why
 STEPS = (
@@ -71,78 +65,53 @@ def configs(problem):
     return found
 
 
-def work(problem, device):
+def work(problem, device, peers=True):
     """The variants and FlashAttention-3 on one problem."""
     from ladder.step08_dflash2.hopper.prefill import launch_prefill
 
-    q, k, v = problem.make(device)
-    variants = [(name, config) for name, config, _ in configs(problem)]
-    outs = {name: q.new_empty(*q.shape[:3], problem.Dv) for name, _ in variants}
+    q, k, v = problem.make(device) if peers else problem.empty(device)
+    variants = configs(problem)
+    outs = {name: q.new_empty(*q.shape[:3], problem.Dv) for name, *_ in variants}
 
     def run(name, config):
-        launch_prefill(
-            q, k, v, outs[name], None, causal=problem.causal, scale=problem.D**-0.5, num_splits=1, config=config
-        )
+        launch_prefill(q, k, v, outs[name], None, causal=problem.causal, scale=problem.D**-0.5, num_splits=1, config=config)
         return outs[name]
 
-    impls = {name: lambda name=name, config=config: run(name, config) for name, config in variants}
-    for peer in PEERS:
+    impls = {name: functools.partial(run, name, config) for name, config, _ in variants}
+    for peer in PEERS if peers else ():
         if peer.name == "fa3" and peer.why_not(problem, device) is None:
-            impls[peer.name] = lambda call=peer.build(problem): call(q, k, v)
+            impls[peer.name] = functools.partial(peer.build(problem), q, k, v)
     rows = 512 if problem.Sq <= 4096 else 64
-    return Work(problem.case(), impls, lambda: Oracle(q, k, v, causal=problem.causal, sample_rows=rows), outs, flops=problem.flops)
+    oracle = lambda: Oracle(q, k, v, causal=problem.causal, sample_rows=rows)  # noqa: E731
+    kept = {name: ships for name, _, ships in variants}
+    said = lambda name, fn: about(name, problem.causal, kept.get(name))  # noqa: E731
+    return [Work(problem.case(), impls, oracle, {name: [out] for name, out in outs.items()}, flops=problem.flops, about=said)]
 
 
-def annotate(row, kept):
-    """Say in a row of a variant what was predicted of it and why, and where the kernel does without it (``kept``, by name)."""
-    if kept.get(row["impl"]) is False:
-        row["kept"] = False
-    for name, _, causal, dense, why in STEPS:
-        if row["impl"] == name:
-            predicted = causal if row["case"]["causal"] else dense
-            row["why"] = why
-            if predicted:
-                row["predicted"] = predicted
-    return row
+def about(variant, causal, kept):
+    """Fields of a variant's row: what was predicted of it and why, and whether the kernel does without it."""
+    for name, _, with_diagonal, without, why in STEPS:
+        if name == variant:
+            predicted = with_diagonal if causal else without
+            return {**({"kept": False} if kept is False else {}), "why": why, **({"predicted": predicted} if predicted else {})}
+    return {}
 
 
-def warm(share, device):
-    """Compile every WORKERS-th variant, from ``share`` on, for the process that measures."""
-    every = [(AttentionProblem(**shape, dtype="bfloat16"), variant) for shape in CASES.values() for variant in range(len(STEPS))]
-    for problem, variant in every[share::WORKERS]:
-        if variant < len(configs(problem)):
-            work(problem, device).impls[configs(problem)[variant][0]]()
-    torch.cuda.synchronize()
+def cells(args):
+    """A cell a problem."""
+    problems = {name: AttentionProblem(**shape, dtype="bfloat16") for name, shape in CASES.items()}
+    return [Cell("prefill", name, functools.partial(work, problem)) for name, problem in problems.items()]
 
 
-@results.names_what_it_cannot_write
-def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m ladder.bench variants", description=__doc__.splitlines()[0])
-    parser.add_argument("--json", default="bench_variants.json", help="file for the results")
-    parser.add_argument("--minutes", type=float, default=3.0, help="start no new case after this long")
-    parser.add_argument("--warm", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        parser.error("needs a GPU of compute capability 9.0, which the kernel is written for")
-    start, device = time.time(), torch.device("cuda", torch.cuda.current_device())
-    if args.warm is not None:
-        return warm(args.warm, device)
-    for process in [subprocess.Popen([sys.executable, "-m", "ladder.bench", "variants", "--warm", str(i)]) for i in range(WORKERS)]:
-        process.wait()
-    limits = measure_limits(device)
-    bench = Measure(device, math.inf)
-    for name, shape in CASES.items():
-        if time.time() - start > 60 * args.minutes:
-            print(f"out of time before {name}")
-            break
-        problem = AttentionProblem(**shape, dtype="bfloat16")
-        before = len(bench.rows)
-        bench.work(work(problem, device), name)
-        kept = {variant: ships for variant, _, ships in configs(problem)}
-        bench.rows[before:] = [annotate(row, kept) for row in bench.rows[before:]]
-        results.write(results.document(bench.rows, device=device, limits=limits, failures=bench.failures), args.json)
-    return 1 if bench.failures else 0
+def why_not():
+    """Why this GPU cannot run the kernel, or None."""
+    fits = torch.cuda.get_device_capability() == (9, 0)
+    return None if fits else "needs a GPU of compute capability 9.0, which the kernel is written for"
 
+
+main = functools.partial(harness.main, Suite(
+    "variants", __doc__, "bench_variants.json", 3.0, ("prefill",), cells, why_not=why_not, strict=True,
+))  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,25 +3,22 @@
 import math
 
 from .decode_problem import DecodeProblem
+from .results import by, timed
 
 OURS, V1 = "step08_dflash2", "step07_dflash1"
 LENGTHS = (1024, 4096, 16384, 32768, 131072)
 
 
 def by_cell(rows, mode):
-    """[{implementation: row}] of the timed rows of one mode, a dict a cell."""
-    found = {}
-    for entry in rows:
-        if entry["case"].get("mode") == mode and "ms" in entry:
-            found.setdefault(entry["cell"], {})[entry["impl"]] = entry
-    return list(found.values())
+    """[{implementation: Row}] of the timed rows of one mode, a dict a cell."""
+    return by(timed(rows, mode), lambda row: row["cell"])
 
 
 def faster(impls, peer, ours=OURS):
     """How many times faster than ``peer`` ours is in one case; None where either is missing or wrong."""
-    if peer not in impls or ours not in impls or impls[peer].get("ok") is False or impls[ours].get("ok") is False:
+    if peer not in impls or ours not in impls or impls[peer].ok is False or impls[ours].ok is False:
         return None
-    return impls[peer]["ms"]["median"] / impls[ours]["ms"]["median"]
+    return impls[peer].ms / impls[ours].ms
 
 
 def geometric_mean(values):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
 
-from .parity import Parity, _band, _distance
+from .parity import Oracle, band, distance
 from .problem import DTYPES, reference
 
 GARBAGE_PAGES = (2**31 - 1, -1, -(2**31), 123_456_789)  # what a block table may hold past the pages of a sequence
@@ -172,7 +171,7 @@ class PagedInputs:
         return tuple(x[pages].flatten(1, 2)[:, :length].transpose(1, 2) for x in (self.k_cache, self.v_cache))
 
 
-class DecodeOracle:
+class DecodeOracle(Oracle):
     """The float64 answer for some or all sequences of a paged problem, with the error budget of ``parity.Oracle``."""
 
     def __init__(self, inputs, *, scale=None, most_sequences=4, chunk_bytes=1 << 28):
@@ -180,32 +179,25 @@ class DecodeOracle:
         last = {0, batch - 1} | set(range(0, batch, max(1, batch // most_sequences))) if batch else set()
         self.sequences = sorted(last)
         self.dtype, self.shape = q.dtype, (*q.shape[:3], inputs.v_cache.shape[3])
-        self.out, self.lse, eager_error, eager_lse_error, largest = [], [], 0.0, 0.0, []
+        self.lse_shape = (batch, q.shape[2], q.shape[1])
+        self.out, self.lse, errors, bands, lse_errors, lse_bands = [], [], [0.0], [0.0], [0.0], [0.0]
         for b in self.sequences:
             k, v = inputs.sequence(b)
-            args = (q[b : b + 1].transpose(1, 2), k, v)
-            out, lse = reference(*args, causal=True, scale=scale, chunk_bytes=chunk_bytes)
-            eager, eager_lse = reference(*args, causal=True, scale=scale, compute=q.dtype, chunk_bytes=chunk_bytes)
+            args, options = (q[b : b + 1].transpose(1, 2), k, v), dict(causal=True, scale=scale, chunk_bytes=chunk_bytes)
+            out, lse = reference(*args, **options)
+            eager, eager_lse = reference(*args, compute=q.dtype, **options)
             self.out.append(out[0].transpose(0, 1))
             self.lse.append(lse[0])
-            eager_error = max(eager_error, _distance(eager.double(), out))
-            eager_lse_error = max(eager_lse_error, _distance(eager_lse, lse))
-            largest.append((out, lse))
-        self.budget = 2 * eager_error + max((_band(o, q.dtype) for o, _ in largest), default=0.0)
-        self.lse_budget = 2 * eager_lse_error + max((_band(s, torch.float32) for _, s in largest), default=0.0)
+            errors.append(distance(eager.double(), out))
+            lse_errors.append(distance(eager_lse, lse))
+            bands.append(band(out, q.dtype))
+            lse_bands.append(band(lse, torch.float32))
+        self.budget, self.lse_budget = 2 * max(errors) + max(bands), 2 * max(lse_errors) + max(lse_bands)
 
-    def check(self, out, lse=None):
-        """Compare an output (B, q_len, Hq, Dv), and a log-sum-exp (B, Hq, q_len) when given. Returns Parity."""
-        if tuple(out.shape) != self.shape or out.dtype != self.dtype:
-            return Parity(False, math.inf, self.budget, f"output is {tuple(out.shape)} {out.dtype}, want {self.shape} {self.dtype}")
-        if not torch.isfinite(out).all():
-            bad = int((~torch.isfinite(out)).sum())
-            return Parity(False, math.inf, self.budget, f"{bad} of {out.numel()} outputs are not finite")
-        error = max((_distance(out[b].double(), o) for b, o in zip(self.sequences, self.out)), default=0.0)
-        if not error <= self.budget:
-            return Parity(False, error, self.budget, f"max error {error:.3g} is over the budget {self.budget:.3g}")
-        if lse is not None:
-            lse_error = max((_distance(lse[b].double(), s) for b, s in zip(self.sequences, self.lse)), default=0.0)
-            if not lse_error <= self.lse_budget:
-                return Parity(False, error, self.budget, f"lse error {lse_error:.3g} is over the budget {self.lse_budget:.3g}")
-        return Parity(True, error, self.budget)
+    def error(self, out):
+        """max|out - oracle| over the sequences that the oracle computed; out (B, q_len, Hq, Dv)."""
+        return max((distance(out[b].double(), o) for b, o in zip(self.sequences, self.out)), default=0.0)
+
+    def lse_error(self, lse):
+        """max|lse - oracle| over those sequences; lse (B, Hq, q_len)."""
+        return max((distance(lse[b].double(), s) for b, s in zip(self.sequences, self.lse)), default=0.0)

@@ -31,35 +31,51 @@ class Oracle:
     """
 
     def __init__(self, q, k, v, *, causal=False, scale=None, sample_rows=SAMPLE_ROWS):
+        self._judge(q, v, sample_rows, lambda compute: reference(q, k, v, causal=causal, scale=scale, rows=self.rows, compute=compute))
+
+    def _judge(self, q, v, sample_rows, answer):
+        """Set answers and budgets; ``answer(dtype)`` computes (out, lse) of the sampled rows with every intermediate in ``dtype``."""
         self.dtype, self.shape = q.dtype, (*q.shape[:3], v.shape[3])
-        self.rows = _sample(q.shape[2], sample_rows).to(q.device)
-        self.out, self.lse = reference(q, k, v, causal=causal, scale=scale, rows=self.rows)
-        eager, eager_lse = reference(q, k, v, causal=causal, scale=scale, rows=self.rows, compute=q.dtype)
-        self.budget = 2 * _distance(eager.double(), self.out) + _band(self.out, q.dtype) + _band(v, torch.float32) / 2
+        self.lse_shape = self.shape[:3]
+        self.rows = sample_positions(q.shape[2], sample_rows).to(q.device)
+        self.out, self.lse = answer(torch.float64)
+        eager, eager_lse = answer(q.dtype)
+        self.budget = 2 * distance(eager.double(), self.out) + band(self.out, q.dtype) + band(v, torch.float32) / 2
         # The log-sum-exp is float32 everywhere, whatever the inputs: scores of float32 products, accumulated.
-        self.lse_budget = 2 * _distance(eager_lse, self.lse) + _band(self.lse, torch.float32)
+        self.lse_budget = 2 * distance(eager_lse, self.lse) + band(self.lse, torch.float32)
+
+    def error(self, out):
+        """max|out - oracle| over the rows that the oracle computed."""
+        return distance(out[:, :, self.rows].double(), self.out)
+
+    def lse_error(self, lse):
+        """max|lse - oracle| over the rows that the oracle computed."""
+        return distance(lse[:, :, self.rows].double(), self.lse)
 
     def check(self, out, lse=None):
         """Compare an output (B, Hq, Sq, Dv), and a log-sum-exp (B, Hq, Sq) when given. Returns Parity."""
+        inf = float("inf")
         if tuple(out.shape) != self.shape or out.dtype != self.dtype:
-            return Parity(False, float("inf"), self.budget, f"output is {tuple(out.shape)} {out.dtype}, want {self.shape} {self.dtype}")
+            return Parity(False, inf, self.budget, f"output is {tuple(out.shape)} {out.dtype}, want {self.shape} {self.dtype}")
         if not torch.isfinite(out).all():
             bad = int((~torch.isfinite(out)).sum())
-            return Parity(False, float("inf"), self.budget, f"{bad} of {out.numel()} outputs are not finite")
-        error = _distance(out[:, :, self.rows].double(), self.out)
+            return Parity(False, inf, self.budget, f"{bad} of {out.numel()} outputs are not finite")
+        error = self.error(out)
         if not error <= self.budget:
             return Parity(False, error, self.budget, f"max error {error:.3g} is over the budget {self.budget:.3g}")
         if lse is not None:
-            if tuple(lse.shape) != self.shape[:3] or lse.dtype != torch.float32:
-                return Parity(False, error, self.budget, f"lse is {tuple(lse.shape)} {lse.dtype}, want {self.shape[:3]} float32")
-            lse_error = _distance(lse[:, :, self.rows].double(), self.lse)
+            if tuple(lse.shape) != self.lse_shape or lse.dtype != torch.float32:
+                reason = f"lse is {tuple(lse.shape)} {lse.dtype}, want {self.lse_shape} float32"
+                return Parity(False, error, self.budget, reason)
+            lse_error = self.lse_error(lse)
             if not lse_error <= self.lse_budget:
-                return Parity(False, error, self.budget, f"lse error {lse_error:.3g} is over the budget {self.lse_budget:.3g}")
+                reason = f"lse error {lse_error:.3g} is over the budget {self.lse_budget:.3g}"
+                return Parity(False, error, self.budget, reason)
         return Parity(True, error, self.budget)
 
     def agree(self, out, previous):
         """Compare two rungs with each other: both are allowed the budget, so their distance is at most twice that."""
-        error = _distance(out.double(), previous.double())
+        error = distance(out.double(), previous.double())
         if not error <= 2 * self.budget:
             return Parity(False, error, 2 * self.budget, f"differs from the previous rung by {error:.3g}")
         return Parity(True, error, 2 * self.budget)
@@ -93,7 +109,7 @@ class nan_allocations:
         torch.utils.deterministic.fill_uninitialized_memory = self._before[1]
 
 
-def _distance(a, b):
+def distance(a, b):
     """max|a - b|; equal infinities are 0 apart, NaN anywhere is infinitely far."""
     if a.numel() == 0:
         return 0.0
@@ -101,12 +117,13 @@ def _distance(a, b):
     return float(torch.nan_to_num(difference, nan=float("inf")).max())
 
 
-def _band(values, dtype):
+def band(values, dtype):
+    """The rounding band: two units of ``dtype`` in the last place of the largest finite value."""
     finite = values[torch.isfinite(values)]
     return 2 * torch.finfo(dtype).eps * float(finite.abs().max()) if finite.numel() else 0.0
 
 
-def _sample(length, most):
+def sample_positions(length, most):
     """Up to ``most`` positions of 0 .. length: the ends, where masks go wrong, and random ones between."""
     if length <= most:
         return torch.arange(length)

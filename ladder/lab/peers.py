@@ -26,16 +26,6 @@ def peers_for(problem, device):
     return [peer for peer in PEERS if peer.why_not(problem, device) is None]
 
 
-def availability(problem, device):
-    """{peer name: None, or the reason it cannot run this problem here}."""
-    device = torch.device(device)
-    return {peer.name: peer.why_not(problem, device) for peer in PEERS}
-
-
-def _needs_cuda(problem, device):
-    return None if device.type == "cuda" else "needs a CUDA device"
-
-
 def _sdpa_why_not(backend):
     def why_not(problem, device):
         if backend is None:
@@ -95,14 +85,16 @@ def _flex_build(problem):
 
 
 def _fa3_module():
-    for name in ("fa3_fwd_interface", "flash_attn_interface"):
-        if util.find_spec(name):
-            return name
-    return None
+    return next((name for name in ("fa3_fwd_interface", "flash_attn_interface") if util.find_spec(name)), None)
+
+
+def on_hopper(device):
+    """Whether a device is a GPU of compute capability 9.0."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _fa3_why_not(problem, device):
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    if not on_hopper(device):
         return "needs a Hopper GPU"
     if _fa3_module() is None:
         return "not installed (pip install fa3-fwd)"
@@ -111,15 +103,23 @@ def _fa3_why_not(problem, device):
     return None
 
 
-def _fa3_build(problem):
-    interface = __import__(_fa3_module())
+def _flash(function, **options):
+    """A FlashAttention function as one of q, k, v in this package's layout: transposed views of its (B, S, H, D), no copies."""
 
-    def run(q, k, v):  # FlashAttention's layout is (B, S, H, D): transposed views, no copies
-        args = [x.transpose(1, 2) for x in (q, k, v)]
-        out = interface.flash_attn_func(*args, softmax_scale=problem.scale, causal=problem.causal)
+    def run(q, k, v):
+        out = function(*(x.transpose(1, 2) for x in (q, k, v)), **options)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     return run
+
+
+def fa3_function(**options):
+    """FlashAttention-3 with some of its options, as a function of q, k, v (B, H, S, D)."""
+    return _flash(__import__(_fa3_module()).flash_attn_func, **options)
+
+
+def _fa3_build(problem):
+    return fa3_function(softmax_scale=problem.scale, causal=problem.causal)
 
 
 def _module_why_not(module, install):
@@ -140,12 +140,7 @@ def _module_why_not(module, install):
 def _fa4_build(problem):
     from flash_attn.cute import flash_attn_func
 
-    def run(q, k, v):
-        args = [x.transpose(1, 2) for x in (q, k, v)]
-        out = flash_attn_func(*args, softmax_scale=problem.scale, causal=problem.causal)
-        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
-
-    return run
+    return _flash(flash_attn_func, softmax_scale=problem.scale, causal=problem.causal)
 
 
 def _flashinfer_build(problem):
@@ -198,23 +193,9 @@ def decode_peers(problem, inputs):
 
         peers["sdpa_cudnn"] = sdpa(SDPBackend.CUDNN_ATTENTION)
         peers["sdpa_flash"] = sdpa(SDPBackend.FLASH_ATTENTION)
-    name = next((n for n in ("fa3_fwd_interface", "flash_attn_interface") if util.find_spec(n)), None)
-    if name and torch.cuda.get_device_capability(device) == (9, 0) and problem.dtype == "bfloat16":
-        interface = __import__(name)
-        pages = dict(cache_seqlens=seq_lens, page_table=table.clamp(0, k_cache.shape[0] - 1), causal=True)
-        if problem.latent:  # FlashAttention-3 takes the rotary part as q, k and the latent part as qv, v
-            rope = problem.D - problem.Dv
-            q_rope, q_latent = q[..., -rope:].contiguous(), q[..., :-rope].contiguous()
-            k_rope, latent = k_cache[..., -rope:].contiguous(), k_cache[..., :-rope].contiguous()
-            args, extra = (q_rope, k_rope, latent), dict(qv=q_latent)
-        else:
-            args, extra = (q, k_cache, v_cache), {}
-
-        def fa3():
-            out = interface.flash_attn_with_kvcache(*args, softmax_scale=problem.scale, **pages, **extra)
-            return out[0] if isinstance(out, tuple) else out
-
-        peers["fa3"] = fa3
+    if problem.dtype == "bfloat16" and _fa3_module() and on_hopper(device):
+        pages = dict(page_table=table.clamp(0, k_cache.shape[0] - 1))
+        peers["fa3"] = _fa3_with_kvcache(problem, q, k_cache, v_cache, cache_seqlens=seq_lens, **pages)
     return peers
 
 
@@ -224,25 +205,21 @@ def contiguous_peers(problem, inputs):
     The FlashAttention-3 wheel ``fa3-fwd`` is built without pages. It chooses its number of splits itself.
     Outputs are (B, q_len, Hq, Dv).
     """
-    q = inputs.q
-    name = next((n for n in ("fa3_fwd_interface", "flash_attn_interface") if util.find_spec(n)), None)
-    if name is None or not _on_hopper(q) or problem.dtype != "bfloat16":
+    if _fa3_module() is None or not on_hopper(inputs.q.device) or problem.dtype != "bfloat16":
         return {}
-    interface = __import__(name)
-    k, v = inputs.padded()
-    options = dict(cache_seqlens=inputs.seq_lens, softmax_scale=problem.scale, causal=True)
-    args = (q, k, v)
-    if problem.latent:  # the rotary part as q, k and the latent part as qv, v
+    return {"fa3": _fa3_with_kvcache(problem, inputs.q, *inputs.padded(), cache_seqlens=inputs.seq_lens)}
+
+
+def _fa3_with_kvcache(problem, q, k, v, **options):
+    """FlashAttention-3's decode on some keys and values. A latent cache goes in as the rotary part q, k and the latent part qv, v."""
+    interface = __import__(_fa3_module())
+    if problem.latent:
         rope = problem.D - problem.Dv
-        args = (q[..., -rope:].contiguous(), k[..., -rope:].contiguous(), k[..., :-rope].contiguous())
         options["qv"] = q[..., :-rope].contiguous()
+        q, k, v = q[..., -rope:].contiguous(), k[..., -rope:].contiguous(), k[..., :-rope].contiguous()
 
     def fa3():
-        out = interface.flash_attn_with_kvcache(*args, **options)
+        out = interface.flash_attn_with_kvcache(q, k, v, softmax_scale=problem.scale, causal=True, **options)
         return out[0] if isinstance(out, tuple) else out
 
-    return {"fa3": fa3}
-
-
-def _on_hopper(x):
-    return x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) == (9, 0)
+    return fa3

@@ -115,6 +115,11 @@ class AttentionProblem:
 
         return draw(self.Hq, self.Sq, self.D), draw(self.Hkv, self.Sk, self.D), draw(self.Hkv, self.Sk, self.Dv)
 
+    def empty(self, device):
+        """Zeros in the shapes of ``make``: what a kernel is compiled for."""
+        shapes = (self.Hq, self.Sq, self.D), (self.Hkv, self.Sk, self.D), (self.Hkv, self.Sk, self.Dv)
+        return [torch.zeros(self.B, *shape, dtype=DTYPES[self.dtype], device=device) for shape in shapes]
+
     def _make_captured(self, device):
         from safetensors import safe_open
 

@@ -48,7 +48,7 @@ def document(rows, *, device="cpu", limits=None, command=None, **extra):
         "rows": list(rows),
     }
     validate(result)
-    return result
+    return {**result, "rows": typed(rows)}
 
 
 def row(case, impl, *, timing=None, flops=None, num_bytes=None, peak_bytes=None, parity=None, **extra):
@@ -68,7 +68,64 @@ def row(case, impl, *, timing=None, flops=None, num_bytes=None, peak_bytes=None,
         result["ok"] = bool(parity.ok)
         if parity.reason:
             result["reason"] = parity.reason
-    return {**result, **extra}
+    return Row({**result, **extra})
+
+
+class Row(dict):
+    """A recorded result, with its usual fields as attributes; what was not measured is None.
+
+    case, impl, ms (median milliseconds), tflops, tbs, peak_bytes, bytes_moved, ok, max_error, budget. Anything else: by its key.
+    """
+
+    def _of(name):
+        return property(lambda self: self.get(name))
+
+    case, impl, ok, tflops, tbs = _of("case"), _of("impl"), _of("ok"), _of("tflops"), _of("tbs")
+    peak_bytes, bytes_moved, max_error, budget = _of("peak_bytes"), _of("bytes_moved"), _of("max_error"), _of("budget")
+    del _of
+
+    @property
+    def ms(self):
+        """Median milliseconds of a call."""
+        return self["ms"]["median"] if "ms" in self else None
+
+    @property
+    def mode(self):
+        """What kind of case this is: "prefill", "decode", ..."""
+        return self["case"].get("mode")
+
+    @property
+    def is_rung(self):
+        """Whether a rung was measured, and not a peer."""
+        return self["impl"].startswith("step")
+
+
+def typed(rows):
+    """Rows as ``Row`` objects; those that are already stay themselves."""
+    return [entry if isinstance(entry, Row) else Row(entry) for entry in rows]
+
+
+def timed(rows, *modes):
+    """The rows that hold a time, of some modes or of all; candidates of a sweep are left out."""
+    return [r for r in typed(rows) if "ms" in r and (not modes or r.mode in modes) and not r.impl.startswith("sweep")]
+
+
+def by(rows, key):
+    """[{implementation: Row}] of rows, a dict for each value of ``key(row)``, in the order of the rows."""
+    found = {}
+    for entry in typed(rows):
+        found.setdefault(key(entry), {})[entry.impl] = entry
+    return list(found.values())
+
+
+def case_key(case):
+    """A case as something that can be a key."""
+    return tuple(sorted((k, str(v)) for k, v in case.items()))
+
+
+def by_case(rows):
+    """``by`` case: what was measured of the same problem stands together."""
+    return by(rows, lambda row: case_key(row.case))
 
 
 def validate(doc):
@@ -169,7 +226,7 @@ def read(path):
     except (ValueError, UnicodeDecodeError, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error).removeprefix("results: ")
         raise ValueError(f"results: {path} holds no results document: {reason}") from error
-    return doc
+    return {**doc, "rows": typed(doc["rows"])}
 
 
 def kept_rows(path, rows, machine, *, by_impl=False):
@@ -254,11 +311,8 @@ def limits_note(doc, rows):
 
 def select(doc, impl=None, **case):
     """Rows whose implementation and case fields equal the given ones."""
-    return [
-        entry
-        for entry in doc["rows"]
-        if (impl is None or entry["impl"] == impl) and all(entry["case"].get(k) == v for k, v in case.items())
-    ]
+    rows = [r for r in typed(doc["rows"]) if impl is None or r.impl == impl]
+    return [r for r in rows if all(r.case.get(k) == v for k, v in case.items())]
 
 
 def one(doc, impl, **case):

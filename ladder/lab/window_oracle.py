@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from .parity import SAMPLE_ROWS, Oracle, _band, _distance, _sample
+from .parity import SAMPLE_ROWS, Oracle
 
 
 def visible_rows(ranges, rows, seqlen_q, seqlen_k, *, causal=True):
@@ -35,13 +35,11 @@ class WindowOracle(Oracle):
     """The float64 answer of attention under range windows, on sampled rows, with the error budget of ``parity.Oracle``."""
 
     def __init__(self, q, k, v, ranges, *, causal=True, scale=None, sample_rows=SAMPLE_ROWS):
-        self.dtype, self.shape = q.dtype, (*q.shape[:3], v.shape[3])
-        self.rows = _sample(q.shape[2], sample_rows).to(q.device)
-        seen = visible_rows(ranges, self.rows, q.shape[2], k.shape[2], causal=causal)
-        self.out, self.lse = _masked(q, k, v, self.rows, seen, scale, torch.float64)
-        eager, eager_lse = _masked(q, k, v, self.rows, seen, scale, q.dtype)
-        self.budget = 2 * _distance(eager.double(), self.out) + _band(self.out, q.dtype) + _band(v, torch.float32) / 2
-        self.lse_budget = 2 * _distance(eager_lse, self.lse) + _band(self.lse, torch.float32)
+        def answer(compute):
+            seen = visible_rows(ranges, self.rows, q.shape[2], k.shape[2], causal=causal)
+            return _masked(q, k, v, self.rows, seen, scale, compute)
+
+        self._judge(q, v, sample_rows, answer)
 
 
 def _masked(q, k, v, rows, seen, scale, compute):

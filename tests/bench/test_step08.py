@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from ladder import step08_dflash2  # noqa: E402
+from ladder.bench import harness  # noqa: E402
 from ladder.bench import step08 as bench_v2  # noqa: E402
 from ladder.bench.step08 import OURS, V1, cells, main, prefill_problems, ratio_summary, targets  # noqa: E402
 from ladder.lab import results  # noqa: E402
@@ -27,8 +28,8 @@ RANGES = [
 
 @pytest.fixture(autouse=True)
 def fast_limits(monkeypatch):
-    monkeypatch.setattr(bench_v2, "measure_limits", lambda *args, **kwargs: LIMITS)
-    monkeypatch.setattr(bench_v2, "_warm_all", lambda *args: None)
+    monkeypatch.setattr(harness, "measure_limits", lambda *args, **kwargs: LIMITS)
+    monkeypatch.setattr(harness, "warm_all", lambda *args: None)
     if not torch.cuda.is_available():  # the bench is what is tested: step 08 by PyTorch, not in the slow interpreter
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
@@ -56,7 +57,7 @@ def test_every_section_rehearses_right(tmp_path):
     assert sections == {"prefill", "decode", "mla_decode", "window", "chunked", "memory"}
     ours = [row for row in doc["rows"] if row["impl"] == OURS]
     assert all(row["ok"] and row["max_error"] <= row["budget"] for row in ours if "ms" in row)
-    names = {cell.name for cell in bench_v2.chosen_cells(None, picks, True)} - {"memory 128k causal"}
+    names = {cell.name for cell in harness.chosen(cells(dry=True), None, picks)} - {"memory 128k causal"}
     assert names <= {row.get("cell") for row in ours}
     assert {"step08_contiguous"} < {row["impl"] for row in doc["rows"]}
 
@@ -99,21 +100,21 @@ def test_what_nobody_writes_is_not_taken_for_an_answer(tmp_path, monkeypatch):
 
 def test_an_implementation_that_fails_later_is_no_result(tmp_path, monkeypatch):
     """One that breaks while it is timed has no row, one that breaks after has a wrong one."""
-    right, events, state = step08_dflash2.dflash2_attention, bench_v2.Measure.events, {}
+    right, events, state = step08_dflash2.dflash2_attention, harness.Bench.events, {}
 
     def breaks(*args, **options):
         if state.get("broken"):
             raise RuntimeError("no longer")
         return right(*args, **options)
 
-    def timed(self, fn, args=()):
+    def timed(self, fn):
         state["broken"] = state["when"] == "before"
-        timing = events(self, fn, args)
+        timing = events(self, fn)
         state["broken"] = True
         return timing
 
     monkeypatch.setattr(step08_dflash2, "dflash2_attention", breaks)
-    monkeypatch.setattr(bench_v2.Measure, "events", timed)
+    monkeypatch.setattr(harness.Bench, "events", timed)
     state.update(when="before", broken=False)
     _, doc = rehearse(tmp_path / "a.json", "--cells", "d128 causal 1k MHA")
     assert not results.select(doc, OURS) and any("no longer" in f["error"] for f in doc["failures"])
@@ -126,7 +127,7 @@ def test_what_a_graph_cannot_hold_is_timed_launch_by_launch(tmp_path, monkeypatc
     def refuses(self, fn, runs=25):
         raise RuntimeError("cannot be captured")
 
-    monkeypatch.setattr(bench_v2.Measure, "graph", refuses)
+    monkeypatch.setattr(harness.Bench, "graph", refuses)
     _, doc = rehearse(tmp_path / "r.json", "--cells", "decode B1 4k")
     row = results.one(doc, OURS)
     assert row["timed"] == "events" and row["ok"] and any("captured" in f["error"] for f in doc["failures"])
@@ -149,7 +150,7 @@ def test_interrupted_and_out_of_time_files_say_so(tmp_path, monkeypatch, capsys)
     assert code == 0 and not doc["complete"] and doc["stopped"] == "out of time" and len(doc["not_run"]) == 3
     assert "PARTIAL" in capsys.readouterr().out
 
-    run, seen = bench_v2.run_cell, []
+    run, seen = harness.run_cell, []
 
     def stops(bench, cell):
         seen.append(cell.name)
@@ -157,10 +158,10 @@ def test_interrupted_and_out_of_time_files_say_so(tmp_path, monkeypatch, capsys)
             raise KeyboardInterrupt("SIGTERM")
         run(bench, cell)
 
-    monkeypatch.setattr(bench_v2, "run_cell", stops)
+    monkeypatch.setattr(harness, "run_cell", stops)
     code, doc = rehearse(tmp_path / "b.json", *chosen)
     assert code == 1 and not doc["complete"] and doc["stopped"] == "interrupted SIGTERM"
-    assert doc["not_run"] == seen[1:] + [c.name for c in bench_v2.chosen_cells(["prefill"], chosen[3:], True)][2:]
+    assert doc["not_run"] == seen[1:] + [c.name for c in harness.chosen(cells(dry=True), ["prefill"], chosen[3:])][2:]
     assert [row["cell"] for row in doc["rows"] if row["impl"] == OURS] == seen[:1]
 
 
@@ -248,7 +249,7 @@ def test_the_window_oracle_and_the_package_mean_the_same(ranges, shape):
         want = step08_dflash2.RangeWindows(ranges).visible(seqlen_q, seqlen_k, causal)
         assert torch.equal(visible_rows(ranges, rows, seqlen_q, seqlen_k, causal=causal), want)
     if seqlen_q == seqlen_k and all(window is not None for *_, window in ranges):
-        assert bench_v2._visible_pairs(ranges, seqlen_q) == int(visible_rows(ranges, rows, seqlen_q, seqlen_q).sum())
+        assert bench_v2.visible_pairs(ranges, seqlen_q) == int(visible_rows(ranges, rows, seqlen_q, seqlen_q).sum())
 
 
 def test_the_window_oracle_is_attention_where_everything_is_seen():
@@ -276,9 +277,9 @@ def test_geometric_mean():
 
 
 def test_compiling_ahead_runs_every_cell(capsys):
-    bench_v2.warm(0, 1, True)
+    harness.warm(cells(dry=True), 0, 1)
     assert capsys.readouterr().out == ""
-    for cell in bench_v2.chosen_cells(["decode", "windows", "chunked"], None, True):
+    for cell in harness.chosen(cells(dry=True), ["decode", "windows", "chunked"]):
         for work in cell.build(torch.device("cpu"), False):
             assert OURS in work.impls and work.impls[OURS]().isfinite().all(), cell.name
 
@@ -322,7 +323,7 @@ def fa3(monkeypatch):
 
     module.flash_attn_func, module.flash_attn_with_kvcache = flash_attn_func, flash_attn_with_kvcache
     monkeypatch.setitem(sys.modules, "fa3_fwd_interface", module)
-    monkeypatch.setattr("ladder.lab.peers._on_hopper", lambda x: True)
+    monkeypatch.setattr("ladder.lab.peers.on_hopper", lambda x: True)
     return module
 
 
@@ -345,9 +346,9 @@ def test_fa3_is_given_the_same_problem_without_pages(fa3, problem):
 def test_fa3_is_given_the_same_window(fa3):
     q, k, v = (torch.randn(1, 2, 24, 16, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(3))
     for window in (1, 5, 24):
-        parity = WindowOracle(q, k, v, [(0, None, 0, window)]).check(bench_v2._fa3_window(q, k, v, window)())
+        parity = WindowOracle(q, k, v, [(0, None, 0, window)]).check(bench_v2.fa3_window(q, k, v, window)())
         assert parity.ok, parity.reason
-    assert not WindowOracle(q, k, v, [(0, None, 0, 6)]).check(bench_v2._fa3_window(q, k, v, 5)()).ok
+    assert not WindowOracle(q, k, v, [(0, None, 0, 6)]).check(bench_v2.fa3_window(q, k, v, 5)()).ok
 
 
 def test_keep_does_not_forget_that_a_run_was_cut_short(tmp_path):

@@ -7,7 +7,7 @@ from ladder.lab import interpret
 interpret.enable_without_gpu()  # before any test module imports triton
 
 from ladder.lab.decode_problem import GARBAGE_PAGES  # noqa: E402
-from ladder.lab.parity import Parity, _band, _distance, nan_allocations  # noqa: E402
+from ladder.lab.parity import Parity, band, distance, nan_allocations  # noqa: E402
 from ladder.step08_dflash2 import dflash2_decode, dflash2_mla_decode  # noqa: E402
 from ladder.step08_dflash2.windows import Range, RangeWindows  # noqa: E402
 
@@ -81,8 +81,8 @@ class WindowOracle:
         self.dtype, self.shape = q.dtype, (*q.shape[:3], v.shape[3])
         self.out, self.lse = formula(q, k, v, mask, **options)
         eager, eager_lse = formula(q, k, v, mask, **options, compute=q.dtype)
-        self.budget = 2 * _distance(eager.double(), self.out) + _band(self.out, q.dtype) + _band(v, torch.float32) / 2
-        self.lse_budget = 2 * _distance(eager_lse, self.lse) + _band(self.lse, torch.float32)
+        self.budget = 2 * distance(eager.double(), self.out) + band(self.out, q.dtype) + band(v, torch.float32) / 2
+        self.lse_budget = 2 * distance(eager_lse, self.lse) + band(self.lse, torch.float32)
         if softcap:  # float32 tanh is exact to a unit of 1, which the cap multiplies, and relative to itself where it is small
             largest = float((q.double().abs().amax() * k.double().abs().amax()) * q.shape[3]) if q.numel() and k.numel() else 0.0
             largest *= abs(q.shape[3] ** -0.5 if scale is None else scale)
@@ -95,7 +95,7 @@ class WindowOracle:
             return Parity(False, float("inf"), self.budget, f"output is {tuple(out.shape)} {out.dtype}, want {self.shape} {self.dtype}")
         if not torch.isfinite(out).all():
             return Parity(False, float("inf"), self.budget, f"{int((~torch.isfinite(out)).sum())} of {out.numel()} outputs are not finite")
-        error = _distance(out.double(), self.out)
+        error = distance(out.double(), self.out)
         if not error <= self.budget:
             return Parity(False, error, self.budget, f"max error {error:.3g} is over the budget {self.budget:.3g}")
         unseen = torch.isneginf(self.lse)
@@ -104,7 +104,7 @@ class WindowOracle:
         if lse is not None:
             if tuple(lse.shape) != self.shape[:3] or lse.dtype != torch.float32:
                 return Parity(False, error, self.budget, f"lse is {tuple(lse.shape)} {lse.dtype}, want {self.shape[:3]} float32")
-            lse_error = _distance(lse.double(), self.lse)
+            lse_error = distance(lse.double(), self.lse)
             if not lse_error <= self.lse_budget:
                 return Parity(False, error, self.budget, f"lse error {lse_error:.3g} is over the budget {self.lse_budget:.3g}")
         return Parity(True, error, self.budget)
