@@ -20,11 +20,16 @@ PROBLEMS = {
 }
 
 
+def availability(problem, device):
+    """{peer name: None, or the reason it cannot run this problem there}."""
+    return {peer.name: peer.why_not(problem, torch.device(device)) for peer in peers.PEERS}
+
+
 def test_names_are_unique_and_every_refusal_is_a_reason():
     assert len({peer.name for peer in peers.PEERS}) == len(peers.PEERS)
     p = AttentionProblem(**SHAPES["qwen3-moe"])
     for device in ("cpu", CPU):
-        reasons = peers.availability(p, device)
+        reasons = availability(p, device)
         assert set(reasons) == {peer.name for peer in peers.PEERS}
         assert reasons["sdpa"] is None
         assert all(isinstance(why, str) and why for name, why in reasons.items() if name != "sdpa")
@@ -56,17 +61,17 @@ def test_refusals_on_a_hopper_gpu(monkeypatch):
     cuda = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(peers.util, "find_spec", lambda name: object())
-    reasons = peers.availability(AttentionProblem(dtype="bfloat16"), cuda)
+    reasons = availability(AttentionProblem(dtype="bfloat16"), cuda)
     assert (
         reasons["sdpa"] and reasons["sdpa_flash"] is reasons["sdpa_cudnn"] is reasons["fa3"] is reasons["flex"] is None
     )
-    mla = peers.availability(AttentionProblem(**SHAPES["deepseek-v2-lite"], dtype="bfloat16"), cuda)
+    mla = availability(AttentionProblem(**SHAPES["deepseek-v2-lite"], dtype="bfloat16"), cuda)
     assert mla["sdpa_flash"] == "wants equal head sizes" and mla["flex"] == "wants power-of-two head sizes"
     assert mla["sdpa_cudnn"] is None
-    exact = peers.availability(AttentionProblem(dtype="float32"), cuda)
+    exact = availability(AttentionProblem(dtype="float32"), cuda)
     assert exact["sdpa_flash"] == exact["flashinfer"] == "computes 16-bit types only" and exact["fa3"]
-    assert peers.availability(AttentionProblem(D=512, Dv=512), cuda)["sdpa_flash"] == "wants head sizes up to 256"
+    assert availability(AttentionProblem(D=512, Dv=512), cuda)["sdpa_flash"] == "wants head sizes up to 256"
     monkeypatch.setattr(peers.util, "find_spec", lambda name: None)
-    assert "pip install" in peers.availability(AttentionProblem(dtype="bfloat16"), cuda)["fa3"]
+    assert "pip install" in availability(AttentionProblem(dtype="bfloat16"), cuda)["fa3"]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    assert peers.availability(AttentionProblem(dtype="bfloat16"), cuda)["fa3"] == "needs a Hopper GPU"
+    assert availability(AttentionProblem(dtype="bfloat16"), cuda)["fa3"] == "needs a Hopper GPU"
