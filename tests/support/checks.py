@@ -195,16 +195,20 @@ def small_tiles(attention, rows=16, keys=16):
         yield lambda q, k, v, **options: attention(q, k, v, tile_q=rows, tile_k=keys, **options)
         return
     module = importlib.import_module(attention.__module__)
-    module = getattr(module, "prefill", module)  # step 08's entries stand apart from what chooses the tiles
+    with contextlib.suppress(ModuleNotFoundError):  # step 08 chooses its tiles apart from its entries, and keeps the choice
+        module = importlib.import_module(f"{module.__package__}.decision")
     if not hasattr(module, "launch_config"):
         yield attention
         return
     chosen = module.launch_config
+    decide = getattr(module, "_decide_prefill", None)
 
     def smaller(*args, **kwargs):
         return {**chosen(*args, **kwargs), "BLOCK_M": rows, "BLOCK_N": keys, "num_warps": 1}
 
-    with mock.patch.object(module, "launch_config", smaller):
+    with mock.patch.object(module, "launch_config", smaller), contextlib.ExitStack() as more:
+        if decide is not None:
+            more.enter_context(mock.patch.object(module, "_decide_prefill", decide.__wrapped__))
         yield attention
 
 

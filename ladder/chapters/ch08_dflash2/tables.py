@@ -464,7 +464,8 @@ def decode_splits(lengths, *, num_heads=32, num_kv_heads=8, head_dim=128, page_s
 
     from ladder.step08_dflash2 import schedule as scheduling
 
-    with mock.patch.object(scheduling, "processors", lambda device: schedules.PROCESSORS):
+    hopper = scheduling.machine(torch.device("cpu"))._replace(processors=schedules.PROCESSORS)
+    with mock.patch.object(scheduling, "machine", lambda device: hopper):
         schedule = scheduling.get_decode_schedule(
             torch.tensor(lengths, dtype=torch.int32), num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size,
             max_seq_len=max_seq_len or -(-max(lengths) // page_size) * page_size,

@@ -123,18 +123,12 @@ def dflash2_range_limits(windows_ptr, position, seqlen_k, NUM_RANGES: tl.constex
     return tl.where(low <= sink, 0, low), sink  # sinks that meet the window: everything from the start
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_tiles",
-        "num_heads",
-        "group_size",
-        "num_seqs",
-        "seqlen_q",
-        "seqlen_k",
-        "lse_stride",
-        "right",
-    ]
-)
+PLAIN = (  # lengths and counts: values, never reasons to compile again
+    "num_tiles", "num_heads", "group_size", "num_seqs", "seqlen_q", "seqlen_k", "lse_stride", "right",
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=PLAIN)
 def dflash2_prefill(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, table_ptr, seq_lens_ptr, windows_ptr, sinks_ptr,
     stride_qb, stride_qh, stride_qm, stride_qd,
