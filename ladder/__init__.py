@@ -7,9 +7,11 @@ from pathlib import Path
 
 __version__ = "0.1.0"
 
-# Commands by the names that older records give: ``python -m ladder.bench_v2`` runs what ``python -m ladder.bench step08`` does.
+# Commands by the names that older records give: ``python -m ladder.bench_v2`` runs what ``python -m ladder.bench
+# step08`` does.
 OLD_COMMANDS = {
-    "ladder.bench_v1": "ladder.bench.step07", "ladder.bench_v2": "ladder.bench.step08", "ladder.bench_fusion": "ladder.bench.fusion",
+    "ladder.bench_v1": "ladder.bench.step07", "ladder.bench_v2": "ladder.bench.step08",
+    "ladder.bench_fusion": "ladder.bench.fusion",
     "ladder.bench_variants": "ladder.bench.variants", "ladder.bench_multi_gpu": "ladder.bench.multi_gpu",
     "ladder.lab.compile_matrix": "ladder.lab.compile.matrix", "ladder.lab.compile_sweep": "ladder.lab.compile.sweep",
     "ladder.lab.report": "ladder.chapters.readme", "ladder.lab.notebooks": "ladder.chapters.run",

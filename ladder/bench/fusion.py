@@ -1,8 +1,9 @@
 """Measure step 08's fusion on a GPU: ``python -m ladder.bench fusion --json FILE``.
 
 Each fused call beside the chain of PyTorch operations that it replaces, as a model's code writes it: device launches,
-bytes moved, microseconds in a CUDA graph with L2 filled with other data before, and errors against float64. ``one_launch`` and
-``two_launches`` are the two ways that the call chooses between; ``step08_dflash2`` is what it chooses.
+bytes moved, microseconds in a CUDA graph with L2 filled with other data before, and errors against float64.
+``one_launch`` and ``two_launches`` are the two ways that the call chooses between; ``step08_dflash2`` is what it
+chooses.
 """
 
 import functools
@@ -48,7 +49,8 @@ def chain_rope(x, cos, sin, positions, interleaved):
 
 def chain_qkv(
     x, weight_qkv, cos, sin, positions, k_cache, v_cache, slot_mapping, *,
-    num_heads, num_kv_heads, head_dim, bias=None, q_norm_weight=None, k_norm_weight=None, norm_eps=1e-6, interleaved=False,
+    num_heads, num_kv_heads, head_dim, bias=None, q_norm_weight=None, k_norm_weight=None, norm_eps=1e-6,
+    interleaved=False,
 ):  # fmt: skip
     """What ``fused_qkv_rope_append`` replaces. Every slot must be valid."""
     qkv = torch.nn.functional.linear(x, weight_qkv, bias).view(x.shape[0], -1, head_dim)
@@ -115,14 +117,17 @@ def check_budget(outputs, reference, chain):
         budget = 2 * distance(other.double(), exact.double()) + band(exact, out.dtype) + band(exact, torch.float32)
         error = distance(out.double(), exact.double())
         if not error <= budget:
-            return Parity(False, error, budget, f"output {number}: max error {error:.3g} is over the budget {budget:.3g}")
+            return Parity(
+                False, error, budget, f"output {number}: max error {error:.3g} is over the budget {budget:.3g}"
+            )
         if error >= worst.max_error:
             worst = Parity(True, error, budget)
     return worst
 
 
 def check_choice(
-    normed, gate_weight, weights, ids, counts, *, scoring="softmax", correction_bias=None, num_groups=None, topk_groups=None,
+    normed, gate_weight, weights, ids, counts, *, scoring="softmax", correction_bias=None, num_groups=None,
+    topk_groups=None,
     renormalize=True, routed_scaling_factor=1.0, tolerance=2e-5,
 ):  # fmt: skip
     """Parity of a router's choice with float64 scores of the very rows that it returned: no better expert was left out,
@@ -147,7 +152,8 @@ def check_choice(
         ranked = grouped.masked_fill((best < limit + tolerance)[..., None] & ~used[..., None], float("-inf")).flatten(1)
     key = ranked.gather(1, chosen)
     left = ranked.masked_fill(kept, float("-inf")).amax(-1)
-    steps = torch.cat([key.diff(dim=-1), (left - key[:, -1])[:, None]], dim=1)  # all downwards, to the best that is left
+    # all downwards, to the best that is left
+    steps = torch.cat([key.diff(dim=-1), (left - key[:, -1])[:, None]], dim=1)
     error = distance(steps.clamp(min=0), torch.zeros_like(steps))
     if not error <= tolerance:
         return Parity(False, error, tolerance, f"a score of {error:.3g} more was left out or put behind")
@@ -256,7 +262,10 @@ class Case:
         slots = torch.randperm(pages * page_size, generator=random, device=device)[:T]
         if self.op == "qkv":
             heads, kv_heads, dim = s["Hq"], s["Hkv"], s["D"]
-            caches = [torch.full((pages, page_size, kv_heads, dim), float("nan"), dtype=dtype, device=device) for _ in range(2)]
+            caches = [
+                torch.full((pages, page_size, kv_heads, dim), float("nan"), dtype=dtype, device=device)
+                for _ in range(2)
+            ]
             weight = normal((heads + 2 * kv_heads) * dim, n, scale=n**-0.5)
             norms = {f"{x}_norm_weight": 1 + normal(dim, scale=0.1) for x in "qk"} if s.get("norms") else {}
             options = dict(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, **norms)
@@ -269,7 +278,11 @@ class Case:
 
     @property
     def call(self):
-        return {"qkv": fusion.fused_qkv_rope_append, "mla": fusion.fused_mla_append, "router": fusion.fused_norm_router}[self.op]
+        return {
+            "qkv": fusion.fused_qkv_rope_append,
+            "mla": fusion.fused_mla_append,
+            "router": fusion.fused_norm_router,
+        }[self.op]
 
     @property
     def chain(self):
@@ -283,8 +296,8 @@ class Case:
         return [result, *(cache.flatten(0, 1)[slots] for cache in caches)]
 
     def bytes_moved(self, args, options, fused=None):
-        """Bytes of a fused call: every input once, every output once, of tables and caches the rows in use; with two launches
-        also what one leaves for the other. Partial sums stay in L2.
+        """Bytes of a fused call: every input once, every output once, of tables and caches the rows in use; with two
+        launches also what one leaves for the other. Partial sums stay in L2.
         """
         element, T = args[0].element_size(), self.tokens
         if self.op == "router":
@@ -297,7 +310,11 @@ class Case:
             columns = args[1].shape[0]
             return element * (T * self.hidden + (1 + 2 * two) * T * columns) + _bytes(args[1]) + tables
         heads, width = self.shape["H"], args[5].shape[2]
-        return element * (T * self.hidden + (1 + 2 * two) * T * width + 2 * T * heads * width) + _bytes(options["weight"]) + tables
+        return (
+            element * (T * self.hidden + (1 + 2 * two) * T * width + 2 * T * heads * width)
+            + _bytes(options["weight"])
+            + tables
+        )
 
 
 def cases():
@@ -335,7 +352,8 @@ class Judge:
 
 
 def case_work(case, device, peers):
-    """Every way to compute one case: PyTorch's chain, what the call chooses, and each of the two that it chooses between."""
+    """Every way to compute one case: PyTorch's chain, what the call chooses, and each of the two that it chooses
+    between."""
     args, options = case.make(device)
     workspace = DecodeWorkspace(device)
     # The chain's bytes do not depend on what the tensors hold nor where they are.
@@ -348,7 +366,8 @@ def case_work(case, device, peers):
             moved[name] = case.bytes_moved(args, options, fused)
     caches = {"qkv": args[5:7], "mla": args[5:6], "router": []}[case.op]
     return [Work(
-        case.as_dict(), impls, lambda: Judge(case, args, options), dict.fromkeys(impls, caches), num_bytes=moved, graph=True,
+        case.as_dict(), impls, lambda: Judge(case, args, options), dict.fromkeys(impls, caches), num_bytes=moved,
+        graph=True,
         about=lambda name, fn: {"launches": launches(fn, device), "bytes": moved[name]},
     )]  # fmt: skip
 

@@ -1,8 +1,9 @@
 """The one loop and the one command of the benchmarks: compile ahead, check, time in rounds, check again, record.
 
-A benchmark is a ``Suite``: its cells, its targets and its own options. All implementations of a cell are measured in turn, round
-after round, in one process, so that a clock that drifts meets them all. A cell that fails is recorded with its error and does not
-stop the others. The file is written after every cell: a run that is stopped says so (``"complete": false`` and what was not run).
+A benchmark is a ``Suite``: its cells, its targets and its own options. All implementations of a cell are measured in
+turn, round after round, in one process, so that a clock that drifts meets them all. A cell that fails is recorded with
+its error and does not stop the others. The file is written after every cell: a run that is stopped says so
+(``"complete": false`` and what was not run).
 """
 
 import argparse
@@ -40,7 +41,8 @@ class Work:
         outs: the buffers that an implementation writes into; they are poisoned before it is checked.
         flops, num_bytes: of the case; or {implementation: number} where they differ.
         graph: time a replay from a CUDA graph; ``eager`` also records the time of plain launches.
-        suffix: what its rows add to the cell's name. extra: fields of every row. about(name, fn): fields of one implementation's row.
+        suffix: what its rows add to the cell's name. extra: fields of every row. about(name, fn): fields of one
+        implementation's row.
     """
 
     case: dict
@@ -59,8 +61,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Cell:
-    """One comparison. ``build(device, peers)`` returns a list of Work; ``peers`` False: only what this repository compiles.
-    A cell that is no timing has ``run(bench)`` instead, which adds rows itself.
+    """One comparison. ``build(device, peers)`` returns a list of Work; ``peers`` False: only what this repository
+    compiles. A cell that is no timing has ``run(bench)`` instead, which adds rows itself.
     """
 
     section: str
@@ -75,10 +77,12 @@ class Suite:
 
     Args:
         name, doc: of its module. json, minutes: defaults of its options.
-        sections: what --only chooses from. cells(args): every cell, in the order in which a run cut short should have measured them.
-        targets(rows, limits): [{"what", "value", "want", "ok"}] to record beside the rows. summary(rows): lines to print at the end.
-        options(parser): adds the suite's own options. why_not(): why it cannot run on this machine's GPU, or None.
-        impls: names that --peers knows beside those of the peers; the first is always measured. dry: whether --dry is offered.
+        sections: what --only chooses from. cells(args): every cell, in the order in which a run cut short should have
+        measured them. targets(rows, limits): [{"what", "value", "want", "ok"}] to record beside the rows.
+        summary(rows): lines to print at the end. options(parser): adds the suite's own options. why_not(): why it
+            cannot run on this machine's GPU, or None.
+        impls: names that --peers knows beside those of the peers; the first is always measured. dry: whether --dry is
+            offered.
         strict: whether a failure, or a wrong answer, makes the exit code 1.
     """
 
@@ -98,7 +102,8 @@ class Suite:
 
 
 class Bench:
-    """Collects rows; ``dry`` runs everything about once, on any device. ``only_impls``: the names to measure, None for all."""
+    """Collects rows; ``dry`` runs everything about once, on any device. ``only_impls``: the names to measure, None for
+    all."""
 
     def __init__(self, device, *, dry=False, only_impls=None):
         self.device, self.dry, self.only_impls, self.rows, self.failures = device, dry, only_impls, [], []
@@ -112,18 +117,24 @@ class Bench:
             return fn(*args)
         except Exception as error:  # a compile error, out of memory, an assertion: all are results
             last = traceback.extract_tb(error.__traceback__)[-1]
-            said = {"error": f"{type(error).__name__}: {error}"[:400], "at": f"{Path(last.filename).name}:{last.lineno}"}
+            said = {
+                "error": f"{type(error).__name__}: {error}"[:400],
+                "at": f"{Path(last.filename).name}:{last.lineno}",
+            }
             self.failures.append({"what": what, **said})
             print(f"  FAILED {what}: {said['error'][:200]}", flush=True)
             return None
 
     def events(self, fn):
         """Timing of ``fn()`` between CUDA events, or by the wall clock on a CPU."""
-        limits = dict(budget_ms=0.01, min_runs=1, max_runs=1) if self.dry else dict(budget_ms=25, min_runs=2, max_runs=40)
+        limits = (
+            dict(budget_ms=0.01, min_runs=1, max_runs=1) if self.dry else dict(budget_ms=25, min_runs=2, max_runs=40)
+        )
         return measure(fn, [()], device=self.device, **limits)
 
     def graph(self, fn, runs=25):
-        """Timing of ``fn()`` replayed from a CUDA graph, L2 filled with other data before each; leaves one replay's output."""
+        """Timing of ``fn()`` replayed from a CUDA graph, L2 filled with other data before each; leaves one replay's
+        output."""
         if self.device.type != "cuda":
             return self.events(fn)
         side = torch.cuda.Stream()
@@ -153,10 +164,18 @@ class Bench:
         """Append a row (arguments of ``results.row``) and print it."""
         entry = results.row(*args, **kwargs)
         self.rows.append(entry)
-        words = [f"{entry[name]:8.{digits}f} {unit}" for name, digits, unit in (("tflops", 1, "TFLOP/s"), ("tbs", 3, "TB/s")) if name in entry]
+        words = [
+            f"{entry[name]:8.{digits}f} {unit}"
+            for name, digits, unit in (("tflops", 1, "TFLOP/s"), ("tbs", 3, "TB/s"))
+            if name in entry
+        ]
         words = [f"{entry['ms']['median']:9.4f} ms", *words] if "ms" in entry else words
         words += [{True: "ok", False: f"WRONG {entry.get('reason', '')}"}[entry["ok"]]] if "ok" in entry else []
-        shown = {k: v for k, v in entry.items() if k in ("config", "num_kv_splits", "ms_eager", "launches", "kept", "peak_bytes")}
+        shown = {
+            k: v
+            for k, v in entry.items()
+            if k in ("config", "num_kv_splits", "ms_eager", "launches", "kept", "peak_bytes")
+        }
         print(f"  {entry['impl']:16} {' '.join(words)} {shown or ''}", flush=True)
         return entry
 
@@ -182,7 +201,8 @@ class Bench:
             first = turn % max(1, len(order))
             for impl in order[first:] + order[:first]:  # another one first in every round
                 timing = self.guard(f"{impl} {name}", clocks[impl], impls[impl])
-                if timing is None and work.graph and clocks[impl] != self.events:  # what cannot be captured is timed by launches
+                # what cannot be captured is timed by launches
+                if timing is None and work.graph and clocks[impl] != self.events:
                     clocks[impl], timed[impl] = self.events, []
                     timing = self.guard(f"{impl} {name}, without a graph", self.events, impls[impl])
                 if timing is None:
@@ -194,12 +214,16 @@ class Bench:
             if after is None:
                 after = Parity(False, math.inf, oracle.budget if oracle else 0.0, "raised after it was timed")
             parity = after if before[impl] else before[impl]
-            self._record(work, impl, name, timings, parity if oracle or not parity else None, clocks[impl] == self.graph)
+            self._record(
+                work, impl, name, timings, parity if oracle or not parity else None, clocks[impl] == self.graph
+            )
 
     def _record(self, work, impl, name, timings, parity, replayed):
         """The row of an implementation that was timed."""
         middle = sorted(timings, key=lambda t: t.median)[len(timings) // 2]
-        spread = Timing(middle.median, min(t.p20 for t in timings), max(t.p80 for t in timings), sum(t.runs for t in timings))
+        spread = Timing(
+            middle.median, min(t.p20 for t in timings), max(t.p80 for t in timings), sum(t.runs for t in timings)
+        )
         flops, num_bytes = (x.get(impl) if isinstance(x, dict) else x for x in (work.flops, work.num_bytes))
         more = {**work.extra, **(self.guard(f"{impl} {name}", work.about, impl, work.impls[impl]) or {})}
         if work.eager:
@@ -256,7 +280,9 @@ def parse(suite, argv):
     parser.add_argument("--cells", action="append", help="regular expression on the names of cells; may be given again")
     parser.add_argument("--peers", help="implementations to compare with, as fa3,sdpa_cudnn; default all that run here")
     parser.add_argument("--minutes", type=float, default=suite.minutes, help="start no new cell after this long")
-    parser.add_argument("--keep", action="store_true", help="keep rows of the file for cases that this run does not measure")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep rows of the file for cases that this run does not measure"
+    )
     parser.add_argument("--list", action="store_true", help="print the names of the cells and stop")
     if suite.dry:
         what = "every cell at a thousandth of its length, on any device: a rehearsal, no result"
@@ -298,7 +324,7 @@ def chosen(cells, only=None, patterns=None):
     """The cells of some sections whose names match one of the patterns."""
     return [
         cell for cell in cells
-        if (only is None or cell.section in only) and (patterns is None or any(re.search(p, cell.name) for p in patterns))
+        if (only is None or cell.section in only) and (patterns is None or any(re.search(p, cell.name) for p in patterns))  # noqa: E501
     ]  # fmt: skip
 
 
@@ -322,7 +348,9 @@ def main(suite, argv=None):
     torch.manual_seed(0)
     limits = measure_limits(device, quick=args.dry)
     print(f"limits {limits.as_dict()}", flush=True)
-    return Run(suite, args, todo, limits, Bench(device, dry=args.dry, only_impls=args.peers and args.peers.split(","))).all(start + 60 * args.minutes)
+    return Run(
+        suite, args, todo, limits, Bench(device, dry=args.dry, only_impls=args.peers and args.peers.split(","))
+    ).all(start + 60 * args.minutes)
 
 
 @dataclass

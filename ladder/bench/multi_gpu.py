@@ -2,16 +2,17 @@
 
 It starts a rank for each GPU by itself. The parts:
 
-    dispatch   a MoE layer at DeepSeek-V2-Lite's widths over all ranks, experts in order against placed; the link; a migration
-    survive    a rank is killed while it serves
+    dispatch   a MoE layer at DeepSeek-V2-Lite's widths over all ranks, experts in order against placed; the link; a
+    migration survive    a rank is killed while it serves
     parity     the engine on all ranks gives the logits of the engine on one
     engine     DeepSeek-V2-Lite, tensor parallel, step 07 against step 08
     four_way   throughput of {neither, kernel, scheduler, both}: step 07 or 08, experts in order or placed
 
-Rows are written as each part ends, so a part that fails or runs out of time costs only itself; ``failures`` names it. Random
-weights route almost evenly, so ``four_way`` biases the routers: their choice then follows a Zipf law with the hot experts
-first, the worst case for experts in order, or the popularity in the generated trace of ``dspark_mini``, which has the
-statistics of DeepSeek-V2-Lite's real routing. ``--device cpu`` runs all parts small, over gloo: the code, not the numbers.
+Rows are written as each part ends, so a part that fails or runs out of time costs only itself; ``failures`` names it.
+Random weights route almost evenly, so ``four_way`` biases the routers: their choice then follows a Zipf law with the
+hot experts first, the worst case for experts in order, or the popularity in the generated trace of ``dspark_mini``,
+which has the statistics of DeepSeek-V2-Lite's real routing. ``--device cpu`` runs all parts small, over gloo: the code,
+not the numbers.
 """
 
 import argparse
@@ -31,7 +32,8 @@ import torch
 from ladder.lab import results
 
 PARTS = ("dispatch", "survive", "parity", "engine", "four_way")
-LIMITS = {"dispatch": 45, "survive": 40, "serve": 120}  # seconds of a start of all ranks; the last is shared by three parts
+# seconds of a start of all ranks; the last is shared by three parts
+LIMITS = {"dispatch": 45, "survive": 40, "serve": 120}
 SERVED = dict(input_len=4096, output_len=512, concurrency=8)
 FOUR_WAY = dict(input_len=16384, output_len=64, concurrency=4)  # long prompts, so that attention is worth something
 SPARE = 2  # slots of each rank for second copies
@@ -54,7 +56,8 @@ def router_bias(rates, logit_std, top_k, *, tokens=4096, rounds=200, device="cpu
         logit_std: standard deviation of a random router's logits. top_k: experts of a token.
 
     Returns:
-        (layers, experts) float32 on the CPU, found by raising the bias of experts that are chosen too seldom on random logits.
+        (layers, experts) float32 on the CPU, found by raising the bias of experts that are chosen too seldom on random
+        logits.
     """
     rates = torch.as_tensor(np.asarray(rates, dtype=np.float32), device=device)
     rates = rates / rates.sum(dim=1, keepdim=True)
@@ -71,7 +74,8 @@ def router_bias(rates, logit_std, top_k, *, tokens=4096, rounds=200, device="cpu
 
 
 def kernel_speeds():
-    """{backend: (prefill, decode)}: speed of attention alone as the simulator counts it, 3 is the roofline, from recorded files.
+    """{backend: (prefill, decode)}: speed of attention alone as the simulator counts it, 3 is the roofline, from
+    recorded files.
 
     Prefill from step 08's TFLOP/s on 192/128 heads at 4k and its mean gain over step 07; decode from MLA with 16 heads.
     """
@@ -97,11 +101,12 @@ def predict(counts, placement, split, speeds, shape, *, ranks, chunk_tokens=8192
     """The simulator's TTFT, ITL (ms) and output tokens a second of a batch that starts together, and its balancedness.
 
     Args:
-        counts: (MoE layers, experts), measured choices. placement, split: as ``dspark_mini.simulator.simulate`` wants them.
+        counts: (MoE layers, experts), measured choices. placement, split: as ``dspark_mini.simulator.simulate`` wants
+            them.
         speeds: (prefill, decode) of ``kernel_speeds``. shape: input_len, output_len, concurrency.
 
-    The simulator's attention is data parallel and its exchange two all-to-alls; here attention is split by heads and the
-    exchange is two sums. It knows no launches, no dense layer and no output matrix.
+    The simulator's attention is data parallel and its exchange two all-to-alls; here attention is split by heads and
+    the exchange is two sums. It knows no launches, no dense layer and no output matrix.
     """
     from dspark_mini import Topology, simulator
 
@@ -111,14 +116,16 @@ def predict(counts, placement, split, speeds, shape, *, ranks, chunk_tokens=8192
     top_k, rng = common["model"].top_k, np.random.default_rng(0)
     tokens = min(chunk_tokens, ins * many)
     chunk = np.floor(rate * tokens * top_k).astype(np.int64)
-    half = np.full(ranks, tokens // ranks), np.full(ranks, ins // 2)  # heads are split evenly: as if each rank had so many tokens
+    # heads are split evenly: as if each rank had so many tokens
+    half = np.full(ranks, tokens // ranks), np.full(ranks, ins // 2)
     prefill = simulator.simulate([chunk], placement, load=simulator.Load(*half), attention_speedup=speeds[0], **common)
     steps = [np.stack([rng.multinomial(many * top_k, p) for p in rate]) for _ in range(4)]
     each = np.ones(many, np.int64), np.full(many, ins + outs // 2)
     decode = simulator.simulate(steps, placement, load=simulator.Load(*each), attention_speedup=speeds[1], **common)
     ttft, itl = prefill.step_s * -(-ins * many // tokens), decode.step_s / len(steps)
     return {
-        "ttft_ms": round(1e3 * ttft, 2), "itl_ms": round(1e3 * itl, 3), "tok_s": round(many * outs / (ttft + (outs - 1) * itl), 1),
+        "ttft_ms": round(1e3 * ttft, 2), "itl_ms": round(1e3 * itl, 3),
+        "tok_s": round(many * outs / (ttft + (outs - 1) * itl), 1),
         "balancedness": round(prefill.balancedness, 4),
     }  # fmt: skip
 
@@ -132,8 +139,10 @@ def small_spec():
     from ladder.engine.models.deepseek_v2 import YARN, DeepseekV2Config
 
     config = DeepseekV2Config(
-        num_layers=3, width=32, num_heads=4, latent=32, rope_dim=16, nope_dim=16, v_dim=16, num_experts=8, top_k=2, num_shared=2,
-        expert_width=16, dense_width=48, vocab=96, context=256, rope={**YARN, "factor": 4.0, "original_max_position_embeddings": 64},
+        num_layers=3, width=32, num_heads=4, latent=32, rope_dim=16, nope_dim=16, v_dim=16, num_experts=8, top_k=2,
+        num_shared=2,
+        expert_width=16, dense_width=48, vocab=96, context=256,
+        rope={**YARN, "factor": 4.0, "original_max_position_embeddings": 64},
     )  # fmt: skip
     return Spec("deepseek-v2-lite", config, seed=1, std=0.25)
 
@@ -146,14 +155,17 @@ def served_heads(device):
 
 
 def serve_rank(rank, num_ranks, port, device, parts, path, seconds):
-    """Entry point of a rank: the parts of the engine, one job after the other. Rank 0 appends rows to the file ``path``."""
+    """Entry point of a rank: the parts of the engine, one job after the other. Rank 0 appends rows to the file
+    ``path``."""
     import torch.distributed as dist
 
     from dspark_mini.launch import connect
     from ladder.engine import parallel
 
     end = time.monotonic() + seconds
-    part = parallel.join(device, store=dist.PrefixStore("serve", connect(port)), rank=rank, size=num_ranks, timeout_s=100)
+    part = parallel.join(
+        device, store=dist.PrefixStore("serve", connect(port)), rank=rank, size=num_ranks, timeout_s=100
+    )
 
     def tell(row):
         if rank == 0:
@@ -209,7 +221,9 @@ def parity_jobs(part, device):
     layers = 3
     spec = dataclasses.replace(spec, config=dataclasses.replace(spec.config, num_layers=layers))
     c = spec.config
-    load = torch.rand(layers - c.num_dense, c.num_experts, generator=torch.Generator().manual_seed(3)).numpy() ** 3 * 1000
+    load = (
+        torch.rand(layers - c.num_dense, c.num_experts, generator=torch.Generator().manual_seed(3)).numpy() ** 3 * 1000
+    )
     ways = {
         "whole": {}, "width": {"experts": "width"},
         "placed": {"placement": place(load, num_gpus=part.size, num_slots=c.num_experts + SPARE * part.size)},
@@ -219,7 +233,9 @@ def parity_jobs(part, device):
 
     def logits(spec, backend):
         """(2 * prompts, vocab): after each prompt, and after one more token."""
-        engine = Engine(spec, backend, device=None if spec.parallel else str(part.device), kv_tokens=1024, max_len=256, max_seqs=4)
+        engine = Engine(
+            spec, backend, device=None if spec.parallel else str(part.device), kv_tokens=1024, max_len=256, max_seqs=4
+        )
         requests, rows = [], []
         for n, prompt in enumerate(prompts):
             request = Request(n, prompt, SamplingParams())
@@ -242,8 +258,10 @@ def parity_jobs(part, device):
             if part.rank == 0:
                 same = sum(a == b for x, y in zip(tokens, want[1]) for a, b in zip(x, y)) / sum(map(len, tokens))
                 yield {
-                    "case": _case(part, "parity", backend=backend, experts=way, layers=layers), "impl": backend, "error": error,
-                    "same_tokens": round(same, 3), "cuda_graphs": captured, "ok": error < (1e-4 if device == "cpu" else 0.05),
+                    "case": _case(part, "parity", backend=backend, experts=way, layers=layers), "impl": backend,
+                    "error": error,
+                    "same_tokens": round(same, 3), "cuda_graphs": captured,
+                    "ok": error < (1e-4 if device == "cpu" else 0.05),
                 }  # fmt: skip
 
     for backend in backends:
@@ -274,7 +292,8 @@ def engine_jobs(part, device):
 
 
 def four_way_jobs(part, device):
-    """Throughput of {neither, kernel, scheduler, both} under each skew; what is placed for is counted on the running engine."""
+    """Throughput of {neither, kernel, scheduler, both} under each skew; what is placed for is counted on the running
+    engine."""
     from dspark_mini import baselines, bundled_trace, place, split_batch
     from ladder.engine import bench, parallel
 
@@ -308,7 +327,9 @@ def four_way_jobs(part, device):
                 row = throughput(dataclasses.replace(skewed, parallel=several), backend)
                 predicted = None
                 if counts.shape == (26, 64):  # the model that the simulator knows
-                    predicted = predict(counts, plan, split, speeds.get(backend, speeds["step07"]), shape, ranks=part.size)
+                    predicted = predict(
+                        counts, plan, split, speeds.get(backend, speeds["step07"]), shape, ranks=part.size
+                    )
                 found[name] = row, predicted
                 if part.rank == 0:
                     gains = {} if name == "neither" else {"gain": round(row["tok_s"] / found["neither"][0]["tok_s"], 4)}
@@ -323,7 +344,8 @@ def four_way_jobs(part, device):
 
 
 def count_routing(spec, backend, shape, device, options):
-    """(MoE layers, experts) int64: choices of experts in the prompts of the benchmark, counted on the running engine."""
+    """(MoE layers, experts) int64: choices of experts in the prompts of the benchmark, counted on the running
+    engine."""
     from ladder.engine import bench
     from ladder.engine.engine import Engine
     from ladder.engine.sampling import SamplingParams
@@ -331,7 +353,13 @@ def count_routing(spec, backend, shape, device, options):
     options = {k: v for k, v in options.items() if k != "fit"}
     options = {"kv_tokens": shape["concurrency"] * (shape["input_len"] + 64), **options}
     engine = Engine(
-        spec, backend, device=device, max_len=shape["input_len"] + 64, max_seqs=shape["concurrency"], cuda_graphs=False, **options
+        spec,
+        backend,
+        device=device,
+        max_len=shape["input_len"] + 64,
+        max_seqs=shape["concurrency"],
+        cuda_graphs=False,
+        **options,
     )
     moes = [m for m in engine.runner.model.modules() if hasattr(m, "router")]
     counts = torch.zeros(len(moes), spec.config.num_experts, dtype=torch.int64, device=engine.device)
@@ -344,7 +372,9 @@ def count_routing(spec, backend, shape, device, options):
 
     for row, moe in enumerate(moes):
         moe.register_forward_pre_hook(count(row))
-    engine.generate(bench.random_prompts(shape["concurrency"], shape["input_len"], spec.config.vocab), SamplingParams(max_tokens=1))
+    engine.generate(
+        bench.random_prompts(shape["concurrency"], shape["input_len"], spec.config.vocab), SamplingParams(max_tokens=1)
+    )
     found = spec.parallel.agree(counts).cpu().numpy()  # rank 0's, or ranks could place differently
     bench.release(engine)
     return found
@@ -380,10 +410,13 @@ def survive(ranks, device, path, seconds):
     from dspark_mini.demo import survive_demo
 
     widths = dict(dim=2048, hidden=1408) if device == "cuda" else {}
-    report = survive_demo(ranks=ranks, lose=ranks - 1, timeout_s=30.0, device=device, limit_s=seconds, jobs=12, **widths)
+    report = survive_demo(
+        ranks=ranks, lose=ranks - 1, timeout_s=30.0, device=device, limit_s=seconds, jobs=12, **widths
+    )
     kept = ("noticed_s", "resumed_s", "restarted", "copies_fetched", "from_storage", "finished", "jobs", "identical")
     row = {"case": {"mode": "multi_gpu", "part": "survive", "gpus": ranks, "how": "kill", **widths}, "impl": "dspark",
-           **{k: report[k] for k in kept}, "ok": report["identical"] and report["finished"] == report["jobs"]}  # fmt: skip
+           **{k: report[k] for k in kept},
+           "ok": report["identical"] and report["finished"] == report["jobs"]}  # fmt: skip
     results.write_text(path, json.dumps(row) + "\n")
 
 
@@ -398,7 +431,8 @@ def show(row):
     """A row as one line."""
     case = row["case"]
     which = ("what", "kind", "routing", "experts", "which", "tokens_per_rank", "skew")
-    shown = ("gb_s", "step_s", "experts_s", "exchange_s", "utilisation", "resumed_s", "error", "same_tokens", "ttft_ms", "itl_ms", "tok_s",
+    shown = ("gb_s", "step_s", "experts_s", "exchange_s", "utilisation", "resumed_s", "error", "same_tokens", "ttft_ms",
+             "itl_ms", "tok_s",
              "gain", "ok")  # fmt: skip
 
     def text(value):
@@ -407,16 +441,22 @@ def show(row):
         return f"{value:.4g}" if isinstance(value, float) else str(value)
 
     words = [case["part"], row["impl"], *(str(case[k]) for k in which if k in case)]
-    return f"{' '.join(words)}: " + ", ".join(f"{name} {text(row[name])}" for name in shown if row.get(name) is not None)
+    return f"{' '.join(words)}: " + ", ".join(
+        f"{name} {text(row[name])}" for name in shown if row.get(name) is not None
+    )
 
 
 @results.names_what_it_cannot_write
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m ladder.bench multi_gpu", description=__doc__.splitlines()[0])
-    parser.add_argument("--json", default="multi_gpu.json", metavar="FILE", help="file for the results; --only leaves its other parts")
+    parser.add_argument(
+        "--json", default="multi_gpu.json", metavar="FILE", help="file for the results; --only leaves its other parts"
+    )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (default all)")
     parser.add_argument("--ranks", type=int, default=2, help="ranks, a GPU for each (default 2)")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu runs all parts small over gloo, to try the code")
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu runs all parts small over gloo, to try the code"
+    )
     parser.add_argument("--seconds", type=float, default=150.0, help="for all parts together (default 150)")
     args = parser.parse_args(argv)
     if args.ranks < 2:
@@ -425,7 +465,10 @@ def main(argv=None):
     if args.device == "cuda" and gpus < args.ranks:
         parser.error(f"argument --ranks: {args.ranks}; want at most {gpus}, the GPUs here, or --device cpu")
     if set(args.only) & set(JOBS) and (heads := served_heads(args.device)) % args.ranks:
-        parser.error(f"argument --ranks: {args.ranks}; want a divisor of {heads}, the heads of the served model, or --only dispatch survive")
+        parser.error(
+            f"argument --ranks: {args.ranks}; want a divisor of {heads}, the heads of the served model, or --only "
+            f"dispatch survive"
+        )
     if not 0 < args.seconds < math.inf:
         parser.error(f"argument --seconds: {args.seconds}; want a positive number")
     if not Path(args.json).absolute().parent.is_dir():
@@ -441,7 +484,9 @@ def main(argv=None):
     rows = []
     served = [p for p in PARTS if p in JOBS and p in args.only]
     starts = [("dispatch", dispatch), ("survive", survive)]
-    starts = [(name, run, ()) for name, run in starts if name in args.only] + ([("serve", serve, (served,))] if served else [])
+    starts = [(name, run, ()) for name, run in starts if name in args.only] + (
+        [("serve", serve, (served,))] if served else []
+    )
     with tempfile.TemporaryDirectory() as folder:
         for name, run, more in starts:
             path, began = f"{folder}/{name}", time.monotonic()
@@ -466,7 +511,9 @@ def main(argv=None):
                     print(show(rows[-1]), flush=True)
                 kept, extra = kept_rows(old, {r["case"]["part"] for r in rows})
                 partial = {"partial": True} if name != starts[-1][0] else {}  # also of a run that is stopped later on
-                doc = results.document(rows + kept, device=args.device, failures=failures, seconds=taken, **extra, **partial)
+                doc = results.document(
+                    rows + kept, device=args.device, failures=failures, seconds=taken, **extra, **partial
+                )
                 results.write(doc, args.json)
     for failure in failures:
         print(f"{failure['part']} failed: {failure['error']}", file=sys.stderr)
@@ -488,12 +535,16 @@ def earlier_document(path, device):
         raise ValueError(f"{path} holds no results ({error}); want another file") from None
     now = results.machine(device)
     if any(doc["machine"].get(k) != now.get(k) for k in ("gpu", "torch")):
-        raise ValueError(f"{path} was recorded on {doc['machine'].get('gpu')}, torch {doc['machine'].get('torch')}; want another file for this machine")
+        raise ValueError(
+            f"{path} was recorded on {doc['machine'].get('gpu')}, torch {doc['machine'].get('torch')}; want another "
+            f"file for this machine"
+        )
     return doc
 
 
 def kept_rows(old, measured):
-    """Rows of an earlier document of parts that have no new ones, and what is to be said of them: where they come from."""
+    """Rows of an earlier document of parts that have no new ones, and what is to be said of them: where they come
+    from."""
     kept = [r for r in old["rows"] if r["case"]["part"] not in measured] if old else []
     if not kept:
         return [], {}

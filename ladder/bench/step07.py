@@ -1,7 +1,7 @@
 """Measure rungs 06 and 07 on a GPU: ``python -m ladder.bench step07 --json FILE [--sweep] [--only decode,mla]``.
 
-Decode is timed as servers run it, in CUDA graphs: one graph launch between two events, L2 filled with other data before.
-``--sweep`` also times candidate tile sizes and splits and records them all.
+Decode is timed as servers run it, in CUDA graphs: one graph launch between two events, L2 filled with other data
+before. ``--sweep`` also times candidate tile sizes and splits and records them all.
 """
 
 import functools
@@ -35,13 +35,16 @@ def prefill_problems():
 
     def cell(S, D=128, Dv=None, Hq=16, Hkv=None, causal=True):
         batch = max(1, 16384 // S)
-        return AttentionProblem(B=batch, Hq=Hq, Hkv=Hkv or Hq, Sq=S, Sk=S, D=D, Dv=Dv or D, causal=causal, dtype="bfloat16")
+        return AttentionProblem(
+            B=batch, Hq=Hq, Hkv=Hkv or Hq, Sq=S, Sk=S, D=D, Dv=Dv or D, causal=causal, dtype="bfloat16"
+        )
 
     return [
         cell(1024, causal=False), cell(4096, causal=False), cell(16384, causal=False), cell(32768, causal=False),
         cell(1024), cell(4096), cell(16384), cell(32768),
         cell(4096, D=64, Hq=32), cell(16384, D=64, Hq=32), cell(16384, D=64, Hq=32, causal=False),
-        cell(16384, Hq=32, Hkv=8), cell(4096, Hq=28, Hkv=4), cell(4096, D=80), cell(4096, D=96), cell(4096, D=256, Hq=8),
+        cell(16384, Hq=32, Hkv=8), cell(4096, Hq=28, Hkv=4), cell(4096, D=80), cell(4096, D=96),
+        cell(4096, D=256, Hq=8),
         cell(4096, D=192, Dv=128), cell(16384, D=192, Dv=128), cell(32768, D=192, Dv=128),
     ]  # fmt: skip
 
@@ -71,18 +74,21 @@ DECODE_CANDIDATES = _configs("BLOCK_N num_warps num_stages", [
 FEW_CANDIDATES = [DECODE_CANDIDATES[i] for i in (1, 2, 4, 5)]
 MLA_CANDIDATES = {
     16: _configs("BLOCK_M BLOCK_N num_warps num_stages", [
-        (16, 32, 4, 3), (16, 32, 4, 5), (16, 64, 8, 3), (16, 64, 8, 5), (16, 16, 4, 5), (16, 16, 4, 7), (16, 32, 8, 5)]),
+        (16, 32, 4, 3), (16, 32, 4, 5), (16, 64, 8, 3), (16, 64, 8, 5), (16, 16, 4, 5), (16, 16, 4, 7),
+        (16, 32, 8, 5)]),
     128: _configs("BLOCK_M BLOCK_N num_warps num_stages", [
         (64, 64, 8, 2), (64, 32, 8, 2), (64, 64, 4, 2), (32, 32, 8, 3), (32, 32, 4, 3)]),
 }  # fmt: skip
 MATMUL_CANDIDATES = _configs("BLOCK_M BLOCK_N BLOCK_K num_warps num_stages", [
-    (64, 128, 64, 4, 4), (64, 128, 64, 4, 3), (64, 256, 64, 8, 3), (64, 256, 64, 4, 3), (128, 128, 64, 8, 3), (128, 256, 64, 8, 3),
+    (64, 128, 64, 4, 4), (64, 128, 64, 4, 3), (64, 256, 64, 8, 3), (64, 256, 64, 4, 3), (128, 128, 64, 8, 3),
+    (128, 256, 64, 8, 3),
 ])  # fmt: skip
 
 
 def sweep_prefill_problems():
     """Problems of the prefill sweep."""
-    pick = [(16384, 128, 128, 16, True), (4096, 128, 128, 16, False), (16384, 64, 64, 32, True), (16384, 192, 128, 16, True),
+    pick = [(16384, 128, 128, 16, True), (4096, 128, 128, 16, False), (16384, 64, 64, 32, True),
+            (16384, 192, 128, 16, True),
             (4096, 256, 256, 8, True)]  # fmt: skip
     return [
         AttentionProblem(B=max(1, 16384 // s), Hq=h, Hkv=h, Sq=s, Sk=s, D=d, Dv=dv, causal=c, dtype="bfloat16")
@@ -137,7 +143,10 @@ def sweep_prefill_works(problem, device, peers):
         return lambda: attention(q, k, v, causal=problem.causal, config=config)
 
     return [
-        Work(problem.case(), {"sweep": run(c)}, oracle, flops=problem.flops, rounds=1, extra={"config": c}, suffix=f" {c}")
+        Work(
+            problem.case(), {"sweep": run(c)}, oracle, flops=problem.flops, rounds=1, extra={"config": c},
+            suffix=f" {c}",
+        )  # fmt: skip
         for c in PREFILL_CANDIDATES
     ]
 
@@ -156,14 +165,22 @@ def chunked_work(context, device, peers):
     }
     if peers and "fa3" in (others := decode_peers(problem, inputs)):
         impls["fa3"] = others["fa3"]
-    return [Work({**problem.case(), "mode": "chunked"}, impls, lambda: DecodeOracle(inputs, most_sequences=1), flops=problem.flops)]
+    return [
+        Work(
+            {**problem.case(), "mode": "chunked"},
+            impls,
+            lambda: DecodeOracle(inputs, most_sequences=1),
+            flops=problem.flops,
+        )
+    ]
 
 
 # Decode
 
 
 def decode_works(problem, device, peers, tries=None):
-    """Steps 06 and 07 and their peers on one problem; with ``tries``, (configuration, splits) each, step 07 alone in each of them."""
+    """Steps 06 and 07 and their peers on one problem; with ``tries``, (configuration, splits) each, step 07 alone in
+    each of them."""
     if not peers:  # short sequences under the same block table: the host never sees lengths, so the same kernels
         problem = problem.replace(context=problem.page_size * 2, lengths=None, max_context=problem.capacity)
     inputs = problem.make(device, poison=peers)
@@ -174,7 +191,18 @@ def decode_works(problem, device, peers, tries=None):
         for config, splits in tries:
             fn, out = decode_rungs(problem, inputs, config=config, num_kv_splits=splits)["step07_dflash1"]
             said = {"config": config, "num_kv_splits": splits}
-            works.append(Work(problem.case(), {"sweep": fn}, oracle, {"sweep": [out]}, rounds=1, extra=said, suffix=f" {said}", **size))
+            works.append(
+                Work(
+                    problem.case(),
+                    {"sweep": fn},
+                    oracle,
+                    {"sweep": [out]},
+                    rounds=1,
+                    extra=said,
+                    suffix=f" {said}",
+                    **size,
+                )
+            )
         return works
     rungs = decode_rungs(problem, inputs)
     impls = {name: fn for name, (fn, _) in rungs.items()} | (decode_peers(problem, inputs) if peers else {})
@@ -227,7 +255,8 @@ def groups_work(folder, task, layer, device, peers):
     groups = group_tokens(ids, EXPERTS)
     counts = groups.offsets.diff().tolist()
     total, capacity = sum(counts), max(counts)
-    case = {"mode": "groups", "task": task, "layer": layer, "tokens": len(ids), "experts": EXPERTS, "top_k": 6, "rows": total,
+    case = {"mode": "groups", "task": task, "layer": layer, "tokens": len(ids), "experts": EXPERTS, "top_k": 6,
+            "rows": total,
             "padded_rows": EXPERTS * capacity, "K": WIDTH, "N": HIDDEN, "dtype": "bfloat16"}  # fmt: skip
     sorted_x = x[groups.order.long() // 6]
     # What lies in the padding of a reused buffer is an earlier batch, not zeros: numbers cost as much power there.
@@ -252,7 +281,9 @@ def groups_work(folder, task, layer, device, peers):
         for e in (0, 17, 63):
             a, b = int(groups.offsets[e]), int(groups.offsets[e + 1])
             want = sorted_x[a:b].double() @ weight[e].double()
-            assert torch.equal(out[a:b], padded_out[e * capacity : e * capacity + b - a]), f"expert {e}: compact and padded differ"
+            assert torch.equal(out[a:b], padded_out[e * capacity : e * capacity + b - a]), (
+                f"expert {e}: compact and padded differ"
+            )
             assert a == b or (out[a:b] - want).abs().max() <= 0.02 * want.abs().max(), f"expert {e}: wrong product"
 
     about = lambda name, fn: same_and_right() or {} if name == "compact_gather" else {}  # noqa: E731
@@ -278,7 +309,10 @@ def sweep_groups_works(folder, device, peers):
         return lambda: grouped_matmul(inputs[name], weight, offsets[name], config=config)
 
     return [
-        Work(case, {name: run(name, c) for name in rows}, flops=flops, graph=True, rounds=1, extra={"config": c}, suffix=f" {c}")
+        Work(
+            case, {name: run(name, c) for name in rows}, flops=flops, graph=True, rounds=1, extra={"config": c},
+            suffix=f" {c}",
+        )  # fmt: skip
         for c in MATMUL_CANDIDATES
     ]
 
@@ -335,7 +369,8 @@ def run_memory(bench):
 
 
 def run_promises(bench):
-    """What a table of speeds does not show: graphs replayed at other lengths, the same bits, rows that ignore their mates."""
+    """What a table of speeds does not show: graphs replayed at other lengths, the same bits, rows that ignore their
+    mates."""
     from ladder import step06_paged, step07_dflash1
     from ladder.step07_dflash1 import paged_decode
 
@@ -348,7 +383,9 @@ def run_promises(bench):
 
     def same_bits(inputs, splits):
         first = paged_decode(*inputs, workspace=workspace, num_kv_splits=splits)
-        return all(torch.equal(first, paged_decode(*inputs, workspace=workspace, num_kv_splits=splits)) for _ in range(100))
+        return all(
+            torch.equal(first, paged_decode(*inputs, workspace=workspace, num_kv_splits=splits)) for _ in range(100)
+        )
 
     check("same bits on 100 runs, 40 splits", same_bits(inputs, 40))
     check("same bits on 100 runs, B64, 8 splits", same_bits(DecodeProblem(B=64, context=4096).make(bench.device), 8))
@@ -356,7 +393,9 @@ def run_promises(bench):
     q, k_cache, v_cache, table, seq_lens = inputs
     fixed = paged_decode(*inputs, workspace=workspace, num_kv_splits=8)
     alone = [
-        paged_decode(q[b : b + 1], k_cache, v_cache, table[b : b + 1], seq_lens[b : b + 1], num_kv_splits=8, workspace=workspace)
+        paged_decode(
+            q[b : b + 1], k_cache, v_cache, table[b : b + 1], seq_lens[b : b + 1], num_kv_splits=8, workspace=workspace
+        )
         for b in range(3)
     ]
     check("fixed splits: a row is the same alone and in a batch", torch.equal(fixed, torch.cat(alone)))
@@ -376,7 +415,10 @@ def run_promises(bench):
     lens = seq_lens.clone()
     lens[1] = 10**6
     loud = paged_decode(q, k_cache, v_cache, table, lens, workspace=workspace)
-    check("a length beyond the block table gives NaN in its own rows only", loud[1].isnan().all() and loud[[0, 2]].isfinite().all())
+    check(
+        "a length beyond the block table gives NaN in its own rows only",
+        loud[1].isnan().all() and loud[[0, 2]].isfinite().all(),
+    )
 
 
 # What must be reached
@@ -399,7 +441,9 @@ def _prefill_targets(impls, limits):
         return []
     ours = impls["step07_dflash1"]
     c = ours.case
-    name = f"prefill B{c['B']} {c['Sq']} {c['Hq']}/{c['Hkv']} d{c['D']}/{c['Dv']} {'causal' if c['causal'] else 'dense'}"
+    name = (
+        f"prefill B{c['B']} {c['Sq']} {c['Hq']}/{c['Hkv']} d{c['D']}/{c['Dv']} {'causal' if c['causal'] else 'dense'}"
+    )
     lines = target(f"{name}: speed over step 05", impls["step05_fused"].ms / ours.ms, 1.0)
     if (c["D"], c["Sq"]) == (192, 16384) and "fa3" in impls:
         lines += target(f"{name}: speed over fa3", impls["fa3"].ms / ours.ms, 0.6)
@@ -424,12 +468,19 @@ def _permute_targets(impls, limits):
 def targets(rows, limits):
     """The figures that rungs 06 and 07 are held to, from the rows: [{"what", "value", "want", "ok"}]."""
     rows, lines = typed(rows), []
-    for mode, make in (("decode", _decode_targets), ("prefill", _prefill_targets), ("groups", _groups_targets), ("permute", _permute_targets)):
+    for mode, make in (
+        ("decode", _decode_targets), ("prefill", _prefill_targets), ("groups", _groups_targets),
+        ("permute", _permute_targets),
+    ):  # fmt: skip
         for impls in by_case(timed(rows, mode)):
             lines += make(impls, limits)
     peaks = {row.impl: row.peak_bytes for row in rows if row.peak_bytes}
     if {"step01_naive", "step07_dflash1"} <= set(peaks):
-        lines += target("memory of a 32k prefill: share saved against eager", 1 - peaks["step07_dflash1"] / peaks["step01_naive"], 0.2)
+        lines += target(
+            "memory of a 32k prefill: share saved against eager",
+            1 - peaks["step07_dflash1"] / peaks["step01_naive"],
+            0.2,
+        )
     for row in rows:
         if "kept" in row:
             lines += target(f"promise: {row['promise']}", float(row["kept"]), 1.0)
@@ -455,7 +506,9 @@ def cells(args):
     if args.sweep:
         for p, configs, splits in sweep_decode_problems():
             tries = list(itertools.product(configs, splits))
-            found.append(Cell("mla" if p.latent else "decode", f"sweep {p.label()}", bind(decode_works, p, tries=tries)))
+            found.append(
+                Cell("mla" if p.latent else "decode", f"sweep {p.label()}", bind(decode_works, p, tries=tries))
+            )
         found += [Cell("prefill", f"sweep {p.label()}", bind(sweep_prefill_works, p)) for p in sweep_prefill_problems()]
         found.append(Cell("groups", "sweep groups", bind(sweep_groups_works, traces)))
     return found
@@ -464,10 +517,14 @@ def cells(args):
 def options(parser):
     """--sweep and --traces."""
     parser.add_argument("--sweep", action="store_true", help="also time candidate tile sizes and splits")
-    parser.add_argument("--traces", default=os.environ.get("LADDER_TRACES", TRACES), help="folder of routing traces (*.npz)")
+    parser.add_argument(
+        "--traces", default=os.environ.get("LADDER_TRACES", TRACES), help="folder of routing traces (*.npz)"
+    )
 
 
-main = functools.partial(harness.main, Suite("step07", __doc__, "bench_v1.json", 6.0, SECTIONS, cells, targets, options=options))
+main = functools.partial(
+    harness.main, Suite("step07", __doc__, "bench_v1.json", 6.0, SECTIONS, cells, targets, options=options)
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,7 +1,8 @@
-"""Measure rung 08 beside its peers on a GPU: ``python -m ladder.bench step08 --json FILE [--only prefill,decode] [--cells REGEX]``.
+"""Measure rung 08 beside its peers on a GPU: ``python -m ladder.bench step08 --json FILE [--only prefill,decode]
+[--cells REGEX]``.
 
-Every cell of step 08's targets: prefill at three head sizes and four head layouts, paged decode, MLA decode, range windows,
-chunked prefill, memory and the first call.
+Every cell of step 08's targets: prefill at three head sizes and four head layouts, paged decode, MLA decode, range
+windows, chunked prefill, memory and the first call.
 """
 
 import functools
@@ -40,8 +41,8 @@ def _scaled(dry, length, least=1):
 def prefill_problems(dry=False):
     """{name: (problem, peers)}: B * S is 16k tokens up to 16k; heads such that a call stays under 150 ms.
 
-    Head layouts: as many KV heads as query heads (16, or 32 of 64), and 8, 3 or 6 query heads to a KV head; the last two
-    at three lengths. At 128k dense half the heads.
+    Head layouts: as many KV heads as query heads (16, or 32 of 64), and 8, 3 or 6 query heads to a KV head; the last
+    two at three lengths. At 128k dense half the heads.
     """
     problems = {}
     for D, Dv in ((128, 128), (64, 64), (192, 128)):
@@ -56,15 +57,27 @@ def prefill_problems(dry=False):
                         peers.append(V1)
                     batch = 1 if dry else max(1, 16384 // S)
                     problem = AttentionProblem(
-                        B=batch, Hq=heads, Hkv=heads // group, Sq=run, Sk=run, D=D, Dv=Dv, causal=causal, dtype=_dtype(dry)
+                        B=batch,
+                        Hq=heads,
+                        Hkv=heads // group,
+                        Sq=run,
+                        Sk=run,
+                        D=D,
+                        Dv=Dv,
+                        causal=causal,
+                        dtype=_dtype(dry),
                     )
                     size = f"d{D}" if D == Dv else f"d{D}/{Dv}"
-                    problems[f"prefill {size} {'causal' if causal else 'dense'} {S // 1024}k {layout}"] = problem, tuple(peers)
+                    problems[f"prefill {size} {'causal' if causal else 'dense'} {S // 1024}k {layout}"] = (
+                        problem,
+                        tuple(peers),
+                    )
     return problems
 
 
 def decode_problems(dry=False):
-    """{name: problem}: the published table, then new tokens, groups, ragged batches and page sizes. 32 query and 8 KV heads of 128."""
+    """{name: problem}: the published table, then new tokens, groups, ragged batches and page sizes. 32 query and 8 KV
+    heads of 128."""
     page = 4 if dry else 64
 
     def cell(B, context, **changes):
@@ -98,7 +111,9 @@ def mla_problems(dry=False):
     shape = dict(Hkv=1, D=576, Dv=512, latent=True, scale=192**-0.5, dtype=_dtype(dry), page_size=4 if dry else 64)
     cells = ((16, 64, 4096), (16, 128, 8192), (128, 64, 4096), (128, 128, 8192), (16, 1, 32768))
     return {
-        f"mla_decode {h} heads B{b} {n // 1024}k": DecodeProblem(B=min(b, 2) if dry else b, Hq=h, context=_scaled(dry, n, 8), **shape)
+        f"mla_decode {h} heads B{b} {n // 1024}k": DecodeProblem(
+            B=min(b, 2) if dry else b, Hq=h, context=_scaled(dry, n, 8), **shape
+        )
         for h, b, n in cells
     }
 
@@ -117,7 +132,11 @@ def cells(dry=False):
         found += [Cell(section, name, bind(decode_work, p)) for name, p in problems.items()]
     found += [Cell("windows", name, bind(window_work, *case, dry)) for name, *case in window_cases(dry)]
     page, dtype = 4 if dry else 64, _dtype(dry)
-    for name, B, Hq, Hkv, context in (("1 x 128k", 1, 32, 8, 131072), ("1 x 128k MHA", 1, 16, 16, 131072), ("8 x 32k", 8, 32, 8, 32768)):
+    for name, B, Hq, Hkv, context in (
+        ("1 x 128k", 1, 32, 8, 131072),
+        ("1 x 128k MHA", 1, 16, 16, 131072),
+        ("8 x 32k", 8, 32, 8, 32768),
+    ):
         context, new = (_scaled(dry, context), 4) if dry else (context, 512)
         problem = DecodeProblem(B=B, Hq=Hq, Hkv=Hkv, context=context + new, q_len=new, dtype=dtype, page_size=page)
         found.append(Cell("chunked", f"chunked 512 on {name}", bind(chunked_work, problem)))
@@ -178,12 +197,24 @@ def decode_work(problem, device, peers=True):
             k, v = (q.new_zeros(1, problem.capacity, problem.Hkv, width) for width in (problem.D, problem.Dv))
         whole = torch.arange(problem.B, dtype=torch.int32, device=device)[:, None] % len(k)
         same = {**options[OURS], "out": outs["step08_contiguous"]}
-        impls["step08_contiguous"] = functools.partial(dflash2_decode, q, k, v, whole, lens, scale=problem.scale, **same)
+        impls["step08_contiguous"] = functools.partial(
+            dflash2_decode, q, k, v, whole, lens, scale=problem.scale, **same
+        )
     if device.type == "cuda" and peers:
         impls |= {name: run for name, run in decode_peers(problem, inputs).items() if name != "fa3"}
         impls |= contiguous_peers(problem, inputs)
     oracle = lambda: DecodeOracle(inputs, scale=problem.scale)  # noqa: E731
-    return [Work(problem.case(), impls, oracle, _each(outs), problem.flops if problem.latent else None, problem.kv_bytes, graph=True)]
+    return [
+        Work(
+            problem.case(),
+            impls,
+            oracle,
+            _each(outs),
+            problem.flops if problem.latent else None,
+            problem.kv_bytes,
+            graph=True,
+        )
+    ]
 
 
 def window_cases(dry=False):
@@ -240,7 +271,8 @@ def visible_pairs(ranges, S):
 
 
 def fa3_window(q, k, v, window):
-    """FlashAttention-3 with the ``window`` newest keys of each query; it counts those to the left of the query's own."""
+    """FlashAttention-3 with the ``window`` newest keys of each query; it counts those to the left of the query's
+    own."""
     return functools.partial(fa3_function(causal=True, window_size=(window - 1, 0)), q, k, v)
 
 
@@ -249,7 +281,9 @@ def _flex_window(q, k, v, sink, window):
 
     torch._dynamo.reset()
     S = q.shape[2]
-    mask = create_block_mask(lambda b, h, i, j: (j <= i) & ((j > i - window) | (j < sink)), None, None, S, S, device="cuda")
+    mask = create_block_mask(
+        lambda b, h, i, j: (j <= i) & ((j > i - window) | (j < sink)), None, None, S, S, device="cuda"
+    )
     return functools.partial(torch.compile(flex_attention, dynamic=False), q, k, v, block_mask=mask)
 
 
@@ -337,12 +371,18 @@ def run_first_call(bench):
 
     def one(cache, warm):
         with tempfile.TemporaryDirectory() as folder:
-            env = dict(os.environ, PYTHONPYCACHEPREFIX=bytecode.name, **({"TRITON_CACHE_DIR": folder} if cache == "empty" else {}))
+            env = dict(
+                os.environ,
+                PYTHONPYCACHEPREFIX=bytecode.name,
+                **({"TRITON_CACHE_DIR": folder} if cache == "empty" else {}),
+            )
             env.pop("PYTHONDONTWRITEBYTECODE", None)
             arguments = [bench.device.type, _dtype(bench.dry), "warmup" if warm else "-"]
             root = str(Path(__file__).resolve().parents[2])
             env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
-            run = subprocess.run([sys.executable, "-c", FIRST_CALL, *arguments], capture_output=True, text=True, env=env, timeout=180)
+            run = subprocess.run(
+                [sys.executable, "-c", FIRST_CALL, *arguments], capture_output=True, text=True, env=env, timeout=180
+            )
         if run.returncode:
             raise RuntimeError(run.stderr.strip().splitlines()[-1])
         seconds = {name: round(value, 4) for name, value in json.loads(run.stdout.splitlines()[-1]).items()}
@@ -361,7 +401,8 @@ def run_first_call(bench):
 
 
 def ratio_summary(rows, peer="fa3"):
-    """[(what, number of cases, geometric mean, smallest, where)]: speed over ``peer`` by head size, mask, layout and length."""
+    """[(what, number of cases, geometric mean, smallest, where)]: speed over ``peer`` by head size, mask, layout and
+    length."""
     found = [(impls[OURS], ratio) for impls in by_cell(rows, "prefill") if (ratio := faster(impls, peer)) is not None]
     kinds = {
         "all prefill": lambda c: "all",

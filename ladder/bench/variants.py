@@ -18,13 +18,16 @@ from .harness import Cell, Suite, Work
 
 EVERY_HEAD = 1 << 20
 PROCESSORS = 132
-BASE = dict(DYNAMIC=False, section=EVERY_HEAD, K_AHEAD=False, TURNS=False, QBUF=1, CHAINS=False, HALVES=False, ALIGNED=False)
+BASE = dict(
+    DYNAMIC=False, section=EVERY_HEAD, K_AHEAD=False, TURNS=False, QBUF=1, CHAINS=False, HALVES=False, ALIGNED=False
+)
 # name, what it switches on, predicted factor under the diagonal and without it, why
 STEPS = (
     ("hopper_base", {}, None, None,
      "TMA, wgmma and warps with one job each; a program a processor, work by a fixed stride over all heads"),
     ("+ticket", dict(DYNAMIC=True), 1.10, 1.0,
-     "work drawn from a counter: under the diagonal a fixed stride gives some programs more, without it all tiles weigh the same"),
+     "work drawn from a counter: under the diagonal a fixed stride gives some programs more, without it all tiles "
+     "weigh the same"),
     ("+sections", dict(section=None), 1.05, 1.05,
      "heads in sections whose K and V stay in the L2 cache, so that fewer tiles come from memory"),
     ("+k_ahead", dict(K_AHEAD=True), 1.01, 1.01,
@@ -32,7 +35,8 @@ STEPS = (
     ("+two_q", dict(QBUF=2), 1.02, 1.01,
      "Q in two buffers: that of the next work comes while this one is computed"),
     ("+chains", dict(CHAINS=True, HALVES=True), 1.02, 1.02,
-     "maxima in four chains of comparisons, at d64 exponentials in two halves: a chain that waits for itself leaves slots empty"),
+     "maxima in four chains of comparisons, at d64 exponentials in two halves: a chain that waits for itself leaves "
+     "slots empty"),
     ("+aligned", dict(ALIGNED=True), 1.02, None,
      "the diagonal runs through the corners of the tiles: one masked tile a work, and no code for masks in the loop"),
     ("+turns", dict(TURNS=True), 1.03, 1.05,
@@ -47,8 +51,8 @@ CASES = {
 
 
 def configs(problem):
-    """[(name, launch parameters, whether the kernel that ships does it)] of the variants of a problem, each with the ideas before it
-    that ship; an idea that the problem has no use for is left out.
+    """[(name, launch parameters, whether the kernel that ships does it)] of the variants of a problem, each with the
+    ideas before it that ship; an idea that the problem has no use for is left out.
     """
     from ladder.step08_dflash2.hopper.prefill import plan_prefill
 
@@ -60,7 +64,9 @@ def configs(problem):
         tried = {**config, **(ships or change)}
         if name == "+aligned" and not ships:  # asked for, it would be refused: the kernel needs corners to run through
             continue
-        found.append((name, {key: value for key, value in tried.items() if value is not None}, bool(ships) or not change))
+        found.append(
+            (name, {key: value for key, value in tried.items() if value is not None}, bool(ships) or not change)
+        )
         config = {**config, **ships}
     return found
 
@@ -74,7 +80,9 @@ def work(problem, device, peers=True):
     outs = {name: q.new_empty(*q.shape[:3], problem.Dv) for name, *_ in variants}
 
     def run(name, config):
-        launch_prefill(q, k, v, outs[name], None, causal=problem.causal, scale=problem.D**-0.5, num_splits=1, config=config)
+        launch_prefill(
+            q, k, v, outs[name], None, causal=problem.causal, scale=problem.D**-0.5, num_splits=1, config=config
+        )
         return outs[name]
 
     impls = {name: functools.partial(run, name, config) for name, config, _ in variants}
@@ -85,7 +93,11 @@ def work(problem, device, peers=True):
     oracle = lambda: Oracle(q, k, v, causal=problem.causal, sample_rows=rows)  # noqa: E731
     kept = {name: ships for name, _, ships in variants}
     said = lambda name, fn: about(name, problem.causal, kept.get(name))  # noqa: E731
-    return [Work(problem.case(), impls, oracle, {name: [out] for name, out in outs.items()}, flops=problem.flops, about=said)]
+    return [
+        Work(
+            problem.case(), impls, oracle, {name: [out] for name, out in outs.items()}, flops=problem.flops, about=said
+        )
+    ]
 
 
 def about(variant, causal, kept):
@@ -93,7 +105,11 @@ def about(variant, causal, kept):
     for name, _, with_diagonal, without, why in STEPS:
         if name == variant:
             predicted = with_diagonal if causal else without
-            return {**({"kept": False} if kept is False else {}), "why": why, **({"predicted": predicted} if predicted else {})}
+            return {
+                **({"kept": False} if kept is False else {}),
+                "why": why,
+                **({"predicted": predicted} if predicted else {}),
+            }
     return {}
 
 

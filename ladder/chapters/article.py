@@ -1,6 +1,7 @@
 """What the article measured that chapters 10 and 11 are held against."""
 
-# The article's numbers: two A100 of 80 GB, tensor parallel, SGLang; DFlash 1 then DFlash 2. It says "about" to each of them.
+# The article's numbers: two A100 of 80 GB, tensor parallel, SGLang; DFlash 1 then DFlash 2. It says "about" to each of
+# them.
 ARTICLE = {
     "ttft_ms": ("time to first token", "ms", 810.0, 580.0),
     "itl_ms": ("inter-token latency", "ms", 23.0, 17.0),

@@ -1,8 +1,8 @@
 """Exercises of the chapters: two levels of tests and three hints each.
 
-``check("03a", fold)`` prints how far a function is; ``hint("03a", 1)`` gives away a little, ``hint("03a", 3)`` almost all;
-``solution("03a")`` shows one answer. The visible test is the one a reader would write first. The strict test holds the
-cases that break plausible answers.
+``check("03a", fold)`` prints how far a function is; ``hint("03a", 1)`` gives away a little, ``hint("03a", 3)`` almost
+all; ``solution("03a")`` shows one answer. The visible test is the one a reader would write first. The strict test holds
+the cases that break plausible answers.
 """
 
 import math
@@ -22,7 +22,8 @@ class NotYet(AssertionError):
 
 @dataclass(frozen=True)
 class Exercise:
-    """``visible(answer)`` and ``strict(answer)`` raise NotYet; ``solution`` is "module:function" of one right answer."""
+    """``visible(answer)`` and ``strict(answer)`` raise NotYet; ``solution`` is "module:function" of one right
+    answer."""
 
     name: str
     title: str

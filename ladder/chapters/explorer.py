@@ -130,7 +130,9 @@ class PredictThenMeasure(Explorer):
             )
 
         rows = bar("predicted", self.committed, plots.ORANGE) + bar("measured", self.measured, plots.BLUE)
-        self.answer.value = f'<table style="width:100%;max-width:760px">{rows}</table><p>{verdict} {self.because} {self._source()}</p>'
+        self.answer.value = (
+            f'<table style="width:100%;max-width:760px">{rows}</table><p>{verdict} {self.because} {self._source()}</p>'
+        )
 
     def _source(self):
         return f"<i>({self.source})</i>" if self.source else ""

@@ -125,10 +125,12 @@ def roofline(limits, points, *, lines=(), reach=None, title="Roofline", note="")
     below, place = 0.0, 0
     for label, level in sorted(lines, key=lambda line: line[1]):
         axes.axhline(level, color=GREY, lw=1, ls=":")
-        place = place + 1 if level < 1.4 * below else 0  # each label on its own line; those of close levels side by side
+        # each label on its own line; those of close levels side by side
+        place = place + 1 if level < 1.4 * below else 0
         below = level
         axes.text(
-            low * 1.1 * (high / low) ** (0.2 * place), level, f"{label} {level:.3g}", fontsize=8.5, color=GREY, va="center",
+            low * 1.1 * (high / low) ** (0.2 * place), level, f"{label} {level:.3g}", fontsize=8.5, color=GREY,
+            va="center",
             bbox=dict(fc="white", ec="none", pad=0.8),
         )  # fmt: skip
     for _, intensity, speed, number in points:
@@ -164,7 +166,8 @@ def _slope(axes, figure):
 
 @styled
 def bars(entries, *, unit, title="", note="", log=False, highlight=None):
-    """Horizontal bars with their values. entries: (label, value, colour) each; ``highlight`` names the one to look at."""
+    """Horizontal bars with their values. entries: (label, value, colour) each; ``highlight`` names the one to look
+    at."""
     figure, axes = canvas(1.15 + 0.34 * len(entries))
     labels, values, colours = zip(*entries)
     position = np.arange(len(entries))[::-1]
@@ -245,7 +248,8 @@ KINDS = {"whole": dict(facecolor=SKY), "cut": dict(facecolor=ORANGE, hatch="///"
 
 
 def tile_kind(q0, q1, k0, k1, offset, causal):
-    """What rows q0..q1 see of keys k0..k1: "whole", "cut" or "skipped"; row i sees keys up to i + offset when causal."""
+    """What rows q0..q1 see of keys k0..k1: "whole", "cut" or "skipped"; row i sees keys up to i + offset when
+    causal."""
     if not causal or k1 - 1 <= q0 + offset:
         return "whole"
     return "cut" if k0 <= q1 - 1 + offset else "skipped"

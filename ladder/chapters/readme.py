@@ -1,9 +1,9 @@
 """Recorded results as a README shows them: Markdown tables and the headline figure, made from the JSON files.
 
-``python -m ladder.chapters.readme`` rewrites everything between ``<!-- name -->`` and ``<!-- /name -->`` in README.md and the
-figures beside the results. ``--check`` only says whether they are up to date, and exits with 1 when they are not, and with 2
-when it cannot tell: a marker without its partner, a record or a figure that is missing or damaged. A figure carries the digest of
-the record that it was drawn from; that the drawing code has changed since is not noticed.
+``python -m ladder.chapters.readme`` rewrites everything between ``<!-- name -->`` and ``<!-- /name -->`` in README.md
+and the figures beside the results. ``--check`` only says whether they are up to date, and exits with 1 when they are
+not, and with 2 when it cannot tell: a marker without its partner, a record or a figure that is missing or damaged. A
+figure carries the digest of the record that it was drawn from; that the drawing code has changed since is not noticed.
 """
 
 import argparse
@@ -56,7 +56,8 @@ def ladder_table(doc):
         "",
         f"16 heads of 128, 16,384 tokens, bf16; {results.caption(doc, shown)}, torch {doc['machine']['torch']}, Triton "
         f"{doc['machine']['triton']}, {results.sources(doc, shown)}. Limits measured in the same run: "
-        f"{limits['matmul_tflops']:.0f} TFLOP/s matrix product, {limits['read_tbs']:.2f} TB/s read.{results.limits_note(doc, shown)} "
+        f"{limits['matmul_tflops']:.0f} TFLOP/s matrix product, {limits['read_tbs']:.2f} TB/s "
+        f"read.{results.limits_note(doc, shown)} "
         "Moved: bytes that the kernels load and store, counted from the algorithm. "
         f"Peak memory: on top of the inputs.{later}"
         + ("" if doc.get("complete", True) else f" The run was cut short: {len(doc['not_run'])} problems are missing."),
@@ -65,7 +66,8 @@ def ladder_table(doc):
 
 
 def _row_of_its_own_record(lines):
-    """Put the last rung behind the others in a table that was recorded before it; says in a sentence where its numbers come from."""
+    """Put the last rung behind the others in a table that was recorded before it; says in a sentence where its numbers
+    come from."""
     from ladder.lab.problem import AttentionProblem
 
     doc = results.load(LAST_RUNG)
@@ -73,14 +75,17 @@ def _row_of_its_own_record(lines):
     if not all(found):
         return ""
     [dense, *_], [causal, *_] = found
-    moved = rungs.find(LAST_RUNG).bytes_moved(AttentionProblem(**{k: v for k, v in dense["case"].items() if k != "mode"}))
+    moved = rungs.find(LAST_RUNG).bytes_moved(
+        AttentionProblem(**{k: v for k, v in dense["case"].items() if k != "mode"})
+    )
     limit = results.limit(doc, dense, "matmul_tflops")
     at = max(n for n, line in enumerate(lines) if line.startswith("| **")) + 1
     lines.insert(
-        at, f"| **{title(LAST_RUNG)}** | {_speed(dense)} | {_speed(causal)} | {dense['tflops'] / limit:.0%} | {_bytes(moved)} | "
+        at, f"| **{title(LAST_RUNG)}** | {_speed(dense)} | {_speed(causal)} | {dense['tflops'] / limit:.0%} | "
+            f"{_bytes(moved)} | "
         f"| {dense['max_error']:.1e} / {dense['budget']:.1e} |",
     )  # fmt: skip
-    return f" {title(LAST_RUNG)} is from a record of its own, of another day and commit ({results.origin(doc, dense)['commit']}), whose limit was {limit:.0f} TFLOP/s."
+    return f" {title(LAST_RUNG)} is from a record of its own, of another day and commit ({results.origin(doc, dense)['commit']}), whose limit was {limit:.0f} TFLOP/s."  # noqa: E501
 
 
 def decode_table(doc):
@@ -95,18 +100,24 @@ def decode_table(doc):
             table.setdefault((case["B"], case["Sk"]), {})[row["impl"]] = row
     table = {key: found for key, found in sorted(table.items()) if set(found) == set(columns)}
     lines = [
-        "| sequences x context | K + V | " + " | ".join(f"**{title(c)}**" if c.startswith("step") else title(c) for c in columns) + " |",
+        "| sequences x context | K + V | "
+        + " | ".join(f"**{title(c)}**" if c.startswith("step") else title(c) for c in columns)
+        + " |",
         "|---|--:|" + "--:|" * len(columns),
     ]
     for (batch, context), found in table.items():
         kv = 2 * batch * context * wanted["Hkv"] * wanted["D"] * 2
-        cells = [f"{found[c]['tbs']:.2f} ({found[c]['tbs'] / results.limit(doc, found[c], 'read_tbs'):.0%})" for c in columns]
+        cells = [
+            f"{found[c]['tbs']:.2f} ({found[c]['tbs'] / results.limit(doc, found[c], 'read_tbs'):.0%})" for c in columns
+        ]
         lines.append(f"| {batch} x {context // 1024}k | {_bytes(kv)} | " + " | ".join(cells) + " |")
     shown = [row for found in table.values() for row in found.values()]
     lines += [
         "",
-        f"TB/s of K and V read, and the share of the {read:.2f} TB/s that reading reaches here; 32 query and 8 KV heads of 128, "
-        f"one new token, bf16, pages of 64 for the rungs, contiguous K and V for the peers, replayed from CUDA graphs. The best "
+        f"TB/s of K and V read, and the share of the {read:.2f} TB/s that reading reaches here; 32 query and 8 KV "
+        f"heads of 128, "
+        f"one new token, bf16, pages of 64 for the rungs, contiguous K and V for the peers, replayed from CUDA graphs. "
+        f"The best "
         "kernels read a per cent or two faster than the reduction that measures the limit; "
         f"{results.caption(doc, shown)}, {results.sources(doc, shown)}.{results.limits_note(doc, shown)}",
     ]
@@ -116,7 +127,10 @@ def decode_table(doc):
 def scheduler_table(doc):
     """What dspark_mini reaches beside DeepSeek's greedy EPLB and a plan without copies."""
     loads, shown = ("Zipf 1.2", "Zipf 0.8", "R1-like (generated)"), []
-    lines = ["| load | GPUs / slots | no copies | replicate and pack (EPLB) | **dspark_mini** | bound |", "|---|--:|--:|--:|--:|--:|"]
+    lines = [
+        "| load | GPUs / slots | no copies | replicate and pack (EPLB) | **dspark_mini** | bound |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
     for load in loads:
         found = {}
         for row in doc["rows"]:
@@ -126,7 +140,10 @@ def scheduler_table(doc):
                 shown.append(row)
         for (gpus, slots), values in found.items():
             if {"none", "replicate_and_pack", "place", "bound"} <= set(values):
-                lines.append(f"| {load} | {gpus} / {slots} | {values['none']:.3f} | {values['replicate_and_pack']:.3f} | {values['place']:.4f} | {values['bound']:.4f} |")
+                lines.append(
+                    f"| {load} | {gpus} / {slots} | {values['none']:.3f} | {values['replicate_and_pack']:.3f} | "
+                    f"{values['place']:.4f} | {values['bound']:.4f} |"
+                )
     lines += [
         "",
         "Balancedness: mean GPU load / largest GPU load, median over layers, 256 experts; 1 is perfect; "
@@ -140,7 +157,8 @@ def _timed(doc, *modes):
 
 
 def dflash2_table(doc):
-    """Step 08 beside its peers: prefill in TFLOP/s and as a multiple of FlashAttention-3, decode in TB/s against the best peer."""
+    """Step 08 beside its peers: prefill in TFLOP/s and as a multiple of FlashAttention-3, decode in TB/s against the
+    best peer."""
     lengths = [f"{n // 1024}k" for n in LENGTHS]
     prefill, ratios = {}, []
     for impls in by_cell(doc["rows"], "prefill"):
@@ -148,15 +166,18 @@ def dflash2_table(doc):
             _, size, mask, length, layout = impls[OURS]["cell"].split(" ", 4)
             ratio = faster(impls, "fa3")
             ratios += [ratio] if ratio else []
-            prefill.setdefault(f"{size} {mask}, {layout}", {})[length] = f"{impls[OURS]['tflops']:.0f}" + (f" ({ratio:.2f})" if ratio else "")
+            prefill.setdefault(f"{size} {mask}, {layout}", {})[length] = f"{impls[OURS]['tflops']:.0f}" + (
+                f" ({ratio:.2f})" if ratio else ""
+            )
     lines = ["| prefill | " + " | ".join(lengths) + " |", "|---|" + "--:|" * len(lengths)]
     lines += [f"| {name} | " + " | ".join(cells.get(n, "") for n in lengths) + " |" for name, cells in prefill.items()]
     lines += [
         "",
         "TFLOP/s of step 08 and, in brackets, its speed over FlashAttention-3's"
-        + (f": geometric mean {geometric_mean(ratios):.2f} over {len(ratios)} cells, least {min(ratios):.2f}." if ratios else "."),
+        + (f": geometric mean {geometric_mean(ratios):.2f} over {len(ratios)} cells, least {min(ratios):.2f}." if ratios else "."),  # noqa: E501
         "",
-        "| decode, sequences x context | K + V | step 08 | best peer | over it | step 07 |", "|---|--:|--:|--:|--:|--:|",
+        "| decode, sequences x context | K + V | step 08 | best peer | over it | step 07 |",
+        "|---|--:|--:|--:|--:|--:|",
     ]  # fmt: skip
     for mode in ("decode", "mla_decode"):
         for impls in by_cell(doc["rows"], mode):
@@ -167,12 +188,16 @@ def dflash2_table(doc):
             peer = f"{title(best)} {impls[best]['tbs']:.2f} | {peers[best]:.2f}" if best else "- | -"
             old = f"{impls['step07_dflash1']['tbs']:.2f}" if "step07_dflash1" in impls else "-"
             name = ours["cell"].removeprefix("decode ").replace("mla_decode", "MLA,")
-            lines.append(f"| {name} | {_bytes(ours['tbs'] * ours['ms']['median'] * 1e9)} | {ours['tbs']:.2f} | {peer} | {old} |")
+            lines.append(
+                f"| {name} | {_bytes(ours['tbs'] * ours['ms']['median'] * 1e9)} | {ours['tbs']:.2f} | {peer} | {old} |"
+            )
     prefill, decode = _timed(doc, "prefill"), _timed(doc, "decode", "mla_decode")
     lines += [
         "",
-        f"TB/s of live K and V; reading reaches {doc['limits']['read_tbs']:.2f} TB/s here. Pages of 64 for the rungs, contiguous K and V for the "
-        f"peers, CUDA graphs. All implementations of a cell in turn in one run, bf16; {results.caption(doc, prefill + decode)}, torch {doc['machine']['torch']}, Triton "
+        f"TB/s of live K and V; reading reaches {doc['limits']['read_tbs']:.2f} TB/s here. Pages of 64 for the rungs, "
+        f"contiguous K and V for the "
+        f"peers, CUDA graphs. All implementations of a cell in turn in one run, bf16; "
+        f"{results.caption(doc, prefill + decode)}, torch {doc['machine']['torch']}, Triton "
         f"{doc['machine']['triton']}. Prefill: {results.sources(doc, prefill)}. Decode: {results.sources(doc, decode)}."
         + ("" if doc.get("complete", True) else f" The run was cut short: {len(doc['not_run'])} cells are missing."),
     ]
@@ -189,7 +214,8 @@ def engine_table(doc):
 
 
 def multi_gpu_table(doc):
-    """Two GPUs: tensor parallel serving and the four ways, beside the simulator's predictions, as chapters 10 and 11 show them."""
+    """Two GPUs: tensor parallel serving and the four ways, beside the simulator's predictions, as chapters 10 and 11
+    show them."""
     from .ch10_scheduling import tables as multi_gpu
 
     rows = multi_gpu.rows(doc, "engine") + multi_gpu.rows(doc, "four_way")
@@ -237,18 +263,27 @@ def _time_bars(axes, doc):
         axes.text(times[i] * 1.25, i, f"{times[i]:.3g} ms · {rate}", va="center", fontsize=9, color=TEXT_COLOUR)
     mask = "causal" if case["causal"] else "dense"
     axes.set_xlabel("time of one call, ms (log scale; shorter is better)")
-    axes.set_title(f"{case['Hq']} heads of {case['D']}, {case['Sq']:,} tokens, {mask}, {case['dtype']}", loc="left", fontsize=11)
+    axes.set_title(
+        f"{case['Hq']} heads of {case['D']}, {case['Sq']:,} tokens, {mask}, {case['dtype']}", loc="left", fontsize=11
+    )
     _plain(axes)
     return rows
 
 
 def _memory_lines(axes, doc):
-    """Peak bytes of a dense call on one sequence, by length; where one length was measured, bars. Gives the rows it shows."""
+    """Peak bytes of a dense call on one sequence, by length; where one length was measured, bars. Gives the rows it
+    shows."""
     rungs = in_order(r for r in doc["rows"] if r["impl"].startswith("step") and "peak_bytes" in r)
     series, shown = {}, {}
     for row in rungs:
         case = row["case"]
-        if case["B"] == 1 and not case["causal"] and "input" not in case and case["Hq"] == case["Hkv"] and case["D"] == case["Dv"]:
+        if (
+            case["B"] == 1
+            and not case["causal"]
+            and "input" not in case
+            and case["Hq"] == case["Hkv"]
+            and case["D"] == case["Dv"]
+        ):
             series.setdefault(row["impl"], {})[case["Sq"]] = row["peak_bytes"]
             shown.setdefault(row["impl"], []).append(row)
     series = {impl: dict(sorted(points.items())) for impl, points in series.items() if len(points) >= 3}
@@ -287,7 +322,11 @@ def _memory_bars(axes, rows):
     if not rows:
         axes.set_title("no memory was measured")
         return []
-    last = _key(rows[-1]["case"]) if all(_key(r["case"]) == _key(rows[-1]["case"]) for r in rows) else _key(rows[0]["case"])
+    last = (
+        _key(rows[-1]["case"])
+        if all(_key(r["case"]) == _key(rows[-1]["case"]) for r in rows)
+        else _key(rows[0]["case"])
+    )
     rows = [r for r in rows if _key(r["case"]) == last]
     axes.barh(range(len(rows)), [max(r["peak_bytes"], 1) / 1e6 for r in rows], color=RUNG_COLOUR, height=0.72)
     axes.set_yticks(range(len(rows)), [title(r["impl"]) for r in rows])
@@ -356,9 +395,13 @@ def _sections(text):
         if name not in SECTIONS:
             raise ValueError(f"README.md: {marker[0]} marks no table; want one of {', '.join(SECTIONS)}")
         if closes and (opened is None or opened[0] != name):
-            raise ValueError(f"README.md: {marker[0]} closes a table that was not opened; want <!-- {name} --> before it")
+            raise ValueError(
+                f"README.md: {marker[0]} closes a table that was not opened; want <!-- {name} --> before it"
+            )
         if not closes and opened:
-            raise ValueError(f"README.md: <!-- {opened[0]} --> is not closed before {marker[0]}; want <!-- /{opened[0]} -->")
+            raise ValueError(
+                f"README.md: <!-- {opened[0]} --> is not closed before {marker[0]}; want <!-- /{opened[0]} -->"
+            )
         if closes:
             found.append((*opened, marker.start()))
             opened = None
@@ -437,26 +480,39 @@ def outdated(before, after):
 @results.names_what_it_cannot_write
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m ladder.chapters.readme", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when README.md or a figure is out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 when README.md or a figure is out of date"
+    )
     args = parser.parse_args(argv)
     readme = ROOT / "README.md"
     if not readme.is_file() or not results.FOLDER.is_dir():
         lacks = readme if not readme.is_file() else results.FOLDER
-        print(f"{lacks} is missing: the report is made in a checkout of the repository, not in an installed package", file=sys.stderr)
+        print(
+            f"{lacks} is missing: the report is made in a checkout of the repository, not in an installed package",
+            file=sys.stderr,
+        )
         return 2
     try:
         before = readme.read_text(encoding="utf-8")
         marked = [name for name, _, _ in _sections(before)]
-        recorded = [name for name, (source, _) in SECTIONS.items() if name not in OPTIONAL or (results.FOLDER / f"{source}.json").exists()]
+        recorded = [
+            name
+            for name, (source, _) in SECTIONS.items()
+            if name not in OPTIONAL or (results.FOLDER / f"{source}.json").exists()
+        ]
         if lost := [name for name in recorded if name not in marked]:
             raise ValueError(f"README.md has no <!-- {lost[0]} -->, where its table belongs")
         after = render(before)
         if args.check:
             names = outdated(before, after)
             for name in names:
-                print(f"{name} differs from the recorded results; run python -m ladder.chapters.readme", file=sys.stderr)
+                print(
+                    f"{name} differs from the recorded results; run python -m ladder.chapters.readme", file=sys.stderr
+                )
             return int(bool(names))
-        figures = {name: (_made(source, make, name), _made(source, digest, name)) for name, (source, make) in FIGURES.items()}
+        figures = {
+            name: (_made(source, make, name), _made(source, digest, name)) for name, (source, make) in FIGURES.items()
+        }
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

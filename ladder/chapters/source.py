@@ -31,7 +31,7 @@ _COLOURS = {
     "decorator": "var(--jp-mirror-editor-meta-color, #7040c0)",
     "number": "var(--jp-mirror-editor-number-color, #006080)",
 }
-_PRE = "margin:0;font-family:var(--jp-code-font-family, monospace);line-height:1.35;font-size:12.5px;overflow-x:auto;white-space:pre"
+_PRE = "margin:0;font-family:var(--jp-code-font-family, monospace);line-height:1.35;font-size:12.5px;overflow-x:auto;white-space:pre"  # noqa: E501
 
 
 def highlight(code):
@@ -145,7 +145,8 @@ class RungDiff(Explorer):
         gone = sum(sign in "-~" for sign, _, _ in self.lines)
         return (
             f'<div><span style="background:{self.OLD}">&minus; {where(self.old)}</span> &nbsp; '
-            f'<span style="background:{self.NEW}">+ {where(self.new)}</span> &nbsp; {gone} lines out, {self.changed} in</div>'
+            f'<span style="background:{self.NEW}">+ {where(self.new)}</span> &nbsp; {gone} lines out, {self.changed} '
+            f'in</div>'
         )
 
     def unified(self, changes_only=False):
@@ -171,7 +172,8 @@ class RungDiff(Explorer):
             left, right = (("" if x is None else x) for x in (a, b))
             shade = (self.OLD if sign in "-~" else None), (self.NEW if sign in "+~" else None)
             cells = "".join(
-                f'<td style="text-align:left;vertical-align:top;padding:0 6px;{f"background:{colour}" if colour else ""}">'
+                f'<td style="text-align:left;vertical-align:top;padding:0 '
+                f'6px;{f"background:{colour}" if colour else ""}">'
                 f'<pre style="{_PRE};font-size:11.5px;white-space:pre-wrap">{highlight(line)}</pre></td>'
                 for line, colour in zip((left, right), shade)
             )
@@ -191,7 +193,8 @@ class RungDiff(Explorer):
 
 
 def _functions(file):
-    """{name: (docstring, source, file)} of the functions in a file of step 08: read, not imported, so that no GPU is needed."""
+    """{name: (docstring, source, file)} of the functions in a file of step 08: read, not imported, so that no GPU is
+    needed."""
     import ast
 
     path = Path(__file__).resolve().parents[1] / OURS / file
@@ -212,7 +215,9 @@ def hopper_code(*names):
     """What some functions of the Hopper kernel say of themselves, as a Markdown table."""
     found = _hopper_functions()
     if not found:
-        return Markdown("*The Hopper kernel is not part of this checkout: step 08 runs its portable kernel everywhere.*")
+        return Markdown(
+            "*The Hopper kernel is not part of this checkout: step 08 runs its portable kernel everywhere.*"
+        )
     lines = [f"| `{name}` | {' '.join((found[name][0] or '').split())} |" for name in names]
     return Markdown("\n".join(["| function | what it does |", "|:--|:--|", *lines]))
 
@@ -229,6 +234,7 @@ class HopperSource:
 
     def _repr_html_(self):
         return (
-            f'<div style="border-left:4px solid {plots.BLUE};padding:2px 10px;margin:6px 0"><b>ladder/{OURS}/{self.file}: {self.name}</b>'
+            f'<div style="border-left:4px solid {plots.BLUE};padding:2px 10px;margin:6px '
+            f'0"><b>ladder/{OURS}/{self.file}: {self.name}</b>'
             f'<pre style="{_PRE}">{highlight(_without_docstrings(self.code + chr(10)).rstrip())}</pre></div>'
         )

@@ -1,4 +1,5 @@
-"""DecodeProblem: a paged cache with everything dead in it poisoned, its float64 answer, and implementations to compare with."""
+"""DecodeProblem: a paged cache with everything dead in it poisoned, its float64 answer, and implementations to compare
+with."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ GARBAGE_PAGES = (2**31 - 1, -1, -(2**31), 123_456_789)  # what a block table may
 class DecodeProblem:
     """Attention of the newest ``q_len`` tokens of ``B`` sequences over a paged cache.
 
-    ``context`` keys in every sequence, or ``lengths``, one for each. ``max_context``: what a block-table row can address
-    (None: the longest sequence). With ``latent`` the cache is MLA's: one KV head of D = 576, V its first Dv = 512 columns.
+    ``context`` keys in every sequence, or ``lengths``, one for each. ``max_context``: what a block-table row can
+    address (None: the longest sequence). With ``latent`` the cache is MLA's: one KV head of D = 576, V its first Dv =
+    512 columns.
     """
 
     B: int = 1
@@ -41,7 +43,9 @@ class DecodeProblem:
         if self.lengths is not None and len(self.lengths) != self.B:
             raise ValueError(f"lengths has {len(self.lengths)} entries; want B = {self.B}")
         if self.latent and (self.Hkv != 1 or self.Dv > self.D):
-            raise ValueError(f"a latent cache has Hkv = {self.Hkv}, D = {self.D}, Dv = {self.Dv}; want one head and Dv <= D")
+            raise ValueError(
+                f"a latent cache has Hkv = {self.Hkv}, D = {self.D}, Dv = {self.Dv}; want one head and Dv <= D"
+            )
 
     @property
     def itemsize(self):
@@ -112,7 +116,9 @@ class DecodeProblem:
         dtype = DTYPES[self.dtype]
 
         def draw(*shape):
-            return torch.randn(*shape, generator=generator, device=source, dtype=dtype if source.type == "cuda" else None).to(device, dtype)
+            return torch.randn(
+                *shape, generator=generator, device=source, dtype=dtype if source.type == "cuda" else None
+            ).to(device, dtype)
 
         q = draw(self.B, self.q_len, self.Hq, self.D)
         k_cache = draw(used + spare, size, self.Hkv, self.D)
@@ -140,7 +146,8 @@ class DecodeProblem:
 
 @dataclass(frozen=True)
 class PagedInputs:
-    """q (B, q_len, Hq, D); k_cache, v_cache (num_pages, page_size, Hkv, D or Dv); block_table (B, max_pages); seq_lens (B,)."""
+    """q (B, q_len, Hq, D); k_cache, v_cache (num_pages, page_size, Hkv, D or Dv); block_table (B, max_pages); seq_lens
+    (B,)."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -162,7 +169,10 @@ class PagedInputs:
         size, longest = self.k_cache.shape[1], int(self.seq_lens.max())
         pages = self.block_table[:, : -(-longest // size)].long().clamp(0, self.k_cache.shape[0] - 1)
         past = torch.arange(longest, device=pages.device) >= self.seq_lens[:, None]
-        return tuple(x[pages].flatten(1, 2)[:, :longest].masked_fill(past[..., None, None], 0.0) for x in (self.k_cache, self.v_cache))
+        return tuple(
+            x[pages].flatten(1, 2)[:, :longest].masked_fill(past[..., None, None], 0.0)
+            for x in (self.k_cache, self.v_cache)
+        )
 
     def contiguous(self):
         """K and V of a batch of equal lengths without pages: (B, Hkv, length, D or Dv) views of (B, length, Hkv, .)."""
@@ -183,7 +193,10 @@ class DecodeOracle(Oracle):
         self.out, self.lse, errors, bands, lse_errors, lse_bands = [], [], [0.0], [0.0], [0.0], [0.0]
         for b in self.sequences:
             k, v = inputs.sequence(b)
-            args, options = (q[b : b + 1].transpose(1, 2), k, v), dict(causal=True, scale=scale, chunk_bytes=chunk_bytes)
+            args, options = (
+                (q[b : b + 1].transpose(1, 2), k, v),
+                dict(causal=True, scale=scale, chunk_bytes=chunk_bytes),
+            )
             out, lse = reference(*args, **options)
             eager, eager_lse = reference(*args, compute=q.dtype, **options)
             self.out.append(out[0].transpose(0, 1))

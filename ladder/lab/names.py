@@ -1,6 +1,9 @@
 """How tables and figures call an implementation, and in which order they list them."""
 
-PEER_TITLES = {"sdpa": "PyTorch SDPA", "sdpa_flash": "FlashAttention-2", "sdpa_cudnn": "cuDNN", "flex": "flex_attention", "fa3": "FlashAttention-3"}
+PEER_TITLES = {
+    "sdpa": "PyTorch SDPA", "sdpa_flash": "FlashAttention-2", "sdpa_cudnn": "cuDNN", "flex": "flex_attention",
+    "fa3": "FlashAttention-3",
+}  # fmt: skip
 
 
 def title(impl):

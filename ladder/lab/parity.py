@@ -1,4 +1,5 @@
-"""Is it right? Errors against a float64 oracle, judged by the error that eager low precision makes on the same input."""
+"""Is it right? Errors against a float64 oracle, judged by the error that eager low precision makes on the same
+input."""
 
 from dataclasses import dataclass
 
@@ -31,10 +32,14 @@ class Oracle:
     """
 
     def __init__(self, q, k, v, *, causal=False, scale=None, sample_rows=SAMPLE_ROWS):
-        self._judge(q, v, sample_rows, lambda compute: reference(q, k, v, causal=causal, scale=scale, rows=self.rows, compute=compute))
+        self._judge(
+            q, v, sample_rows,
+            lambda compute: reference(q, k, v, causal=causal, scale=scale, rows=self.rows, compute=compute),
+        )  # fmt: skip
 
     def _judge(self, q, v, sample_rows, answer):
-        """Set answers and budgets; ``answer(dtype)`` computes (out, lse) of the sampled rows with every intermediate in ``dtype``."""
+        """Set answers and budgets; ``answer(dtype)`` computes (out, lse) of the sampled rows with every intermediate in
+        ``dtype``."""
         self.dtype, self.shape = q.dtype, (*q.shape[:3], v.shape[3])
         self.lse_shape = self.shape[:3]
         self.rows = sample_positions(q.shape[2], sample_rows).to(q.device)
@@ -56,7 +61,9 @@ class Oracle:
         """Compare an output (B, Hq, Sq, Dv), and a log-sum-exp (B, Hq, Sq) when given. Returns Parity."""
         inf = float("inf")
         if tuple(out.shape) != self.shape or out.dtype != self.dtype:
-            return Parity(False, inf, self.budget, f"output is {tuple(out.shape)} {out.dtype}, want {self.shape} {self.dtype}")
+            return Parity(
+                False, inf, self.budget, f"output is {tuple(out.shape)} {out.dtype}, want {self.shape} {self.dtype}"
+            )
         if not torch.isfinite(out).all():
             bad = int((~torch.isfinite(out)).sum())
             return Parity(False, inf, self.budget, f"{bad} of {out.numel()} outputs are not finite")

@@ -12,7 +12,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 @dataclass(frozen=True)
 class Peer:
-    """``why_not(problem, device)`` returns why it cannot run a problem, or None; ``build(problem)`` a function of q, k, v."""
+    """``why_not(problem, device)`` returns why it cannot run a problem, or None; ``build(problem)`` a function of q, k,
+    v."""
 
     name: str
     title: str
@@ -104,7 +105,8 @@ def _fa3_why_not(problem, device):
 
 
 def _flash(function, **options):
-    """A FlashAttention function as one of q, k, v in this package's layout: transposed views of its (B, S, H, D), no copies."""
+    """A FlashAttention function as one of q, k, v in this package's layout: transposed views of its (B, S, H, D), no
+    copies."""
 
     def run(q, k, v):
         out = function(*(x.transpose(1, 2) for x in (q, k, v)), **options)
@@ -160,8 +162,8 @@ def _flashinfer_build(problem):
 
 PEERS = (
     Peer("sdpa", "PyTorch SDPA (CPU)", _sdpa_why_not(None), _sdpa_build(None)),
-    Peer("sdpa_flash", "PyTorch SDPA, FlashAttention-2", _sdpa_why_not(SDPBackend.FLASH_ATTENTION), _sdpa_build(SDPBackend.FLASH_ATTENTION)),
-    Peer("sdpa_cudnn", "PyTorch SDPA, cuDNN", _sdpa_why_not(SDPBackend.CUDNN_ATTENTION), _sdpa_build(SDPBackend.CUDNN_ATTENTION)),
+    Peer("sdpa_flash", "PyTorch SDPA, FlashAttention-2", _sdpa_why_not(SDPBackend.FLASH_ATTENTION), _sdpa_build(SDPBackend.FLASH_ATTENTION)),  # noqa: E501
+    Peer("sdpa_cudnn", "PyTorch SDPA, cuDNN", _sdpa_why_not(SDPBackend.CUDNN_ATTENTION), _sdpa_build(SDPBackend.CUDNN_ATTENTION)),  # noqa: E501
     Peer("flex", "PyTorch flex_attention, compiled", _flex_why_not, _flex_build),
     Peer("fa3", "FlashAttention-3", _fa3_why_not, _fa3_build),
     Peer("fa4", "FlashAttention-4 (CuTe)", _module_why_not("flash_attn.cute", "pip install flash-attn"), _fa4_build),
@@ -211,7 +213,8 @@ def contiguous_peers(problem, inputs):
 
 
 def _fa3_with_kvcache(problem, q, k, v, **options):
-    """FlashAttention-3's decode on some keys and values. A latent cache goes in as the rotary part q, k and the latent part qv, v."""
+    """FlashAttention-3's decode on some keys and values. A latent cache goes in as the rotary part q, k and the latent
+    part qv, v."""
     interface = __import__(_fa3_module())
     if problem.latent:
         rope = problem.D - problem.Dv

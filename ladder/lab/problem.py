@@ -10,7 +10,8 @@ import torch
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 MINILM_LAYERS = (0, 3, 5)
-# Inputs captured from trained models, see data/README.md: heads of q and of k/v, head size, tokens, file, layers as batch.
+# Inputs captured from trained models, see data/README.md: heads of q and of k/v, head size, tokens, file, layers as
+# batch.
 CAPTURED = {
     "minilm": (12, 12, 32, 512, "minilm_l6_v2_qkv.safetensors", MINILM_LAYERS),
     "tiny-moe": (8, 2, 64, 1024, "tiny_moe_qkv.safetensors", (0, 3, 5)),
@@ -22,7 +23,8 @@ class AttentionProblem:
     """One attention call: shapes, mask, element type and where its numbers come from.
 
     B, Hq, Hkv: batch, query heads, KV heads. Sq, Sk: lengths in tokens. D, Dv: head sizes of q/k and of v.
-    ``input`` is "randn" (``seed`` says which), or "minilm" or "tiny-moe" (captured from trained models, see ``data/README.md``).
+    ``input`` is "randn" (``seed`` says which), or "minilm" or "tiny-moe" (captured from trained models, see
+    ``data/README.md``).
     """
 
     B: int = 1
@@ -124,9 +126,16 @@ class AttentionProblem:
         from safetensors import safe_open
 
         num_heads, num_kv_heads, dim, tokens, name, layers = CAPTURED[self.input]
-        if (self.Hq, self.Hkv, self.D, self.Dv) != (num_heads, num_kv_heads, dim, dim) or not 1 <= self.B <= len(layers):
-            heads = f"{num_heads} heads" if num_heads == num_kv_heads else f"{num_heads} query and {num_kv_heads} KV heads"
-            raise ValueError(f"input {self.input!r} has {heads} of size {dim} and up to {len(layers)} layers as batch; want those shapes")
+        if (self.Hq, self.Hkv, self.D, self.Dv) != (num_heads, num_kv_heads, dim, dim) or not 1 <= self.B <= len(
+            layers
+        ):
+            heads = (
+                f"{num_heads} heads" if num_heads == num_kv_heads else f"{num_heads} query and {num_kv_heads} KV heads"
+            )
+            raise ValueError(
+                f"input {self.input!r} has {heads} of size {dim} and up to {len(layers)} layers as batch; want those "
+                f"shapes"
+            )
         if max(self.Sq, self.Sk) > tokens:
             raise ValueError(f"input {self.input!r} has {tokens} tokens; Sq = {self.Sq}, Sk = {self.Sk} is more")
         path = resources.files("ladder.lab") / "data" / name

@@ -74,7 +74,8 @@ def row(case, impl, *, timing=None, flops=None, num_bytes=None, peak_bytes=None,
 class Row(dict):
     """A recorded result, with its usual fields as attributes; what was not measured is None.
 
-    case, impl, ms (median milliseconds), tflops, tbs, peak_bytes, bytes_moved, ok, max_error, budget. Anything else: by its key.
+    case, impl, ms (median milliseconds), tflops, tbs, peak_bytes, bytes_moved, ok, max_error, budget. Anything else: by
+    its key.
     """
 
     def _of(name):
@@ -141,7 +142,11 @@ def validate(doc):
         if not isinstance(doc[field], kind):
             raise ValueError(f"results: {field} is {doc[field]!r}; want {'an object' if kind is dict else 'a list'}")
     for number, entry in enumerate(doc["rows"]):
-        if not isinstance(entry, dict) or not isinstance(entry.get("case"), dict) or not isinstance(entry.get("impl"), str):
+        if (
+            not isinstance(entry, dict)
+            or not isinstance(entry.get("case"), dict)
+            or not isinstance(entry.get("impl"), str)
+        ):
             raise ValueError(f"results: row {number} is {entry!r}; want a 'case' object and an 'impl' name")
         if "ms" in entry and (not isinstance(entry["ms"], dict) or set(entry["ms"]) != {"median", "p20", "p80"}):
             raise ValueError(f"results: row {number} has ms {entry['ms']!r}; want median, p20 and p80")
@@ -213,7 +218,9 @@ def load(name):
     path = Path(name) if str(name).endswith(".json") else FOLDER / f"{name}.json"
     if not path.exists():
         known = ", ".join(sorted(p.stem for p in FOLDER.glob("*.json"))) or "none"
-        hint = "" if FOLDER.exists() else "; they come with a checkout of the repository, not with the installed package"
+        hint = (
+            "" if FOLDER.exists() else "; they come with a checkout of the repository, not with the installed package"
+        )
         raise FileNotFoundError(f"no recorded results at {path}; recorded so far: {known}{hint}")
     return read(path)
 
@@ -230,8 +237,9 @@ def read(path):
 
 
 def kept_rows(path, rows, machine, *, by_impl=False):
-    """Rows of an earlier file on the same machine and versions for cases that ``rows`` does not measure again, each with its own
-    commit, date, command and limits; none where there is no file. by_impl: also those of a case that it measures with other implementations.
+    """Rows of an earlier file on the same machine and versions for cases that ``rows`` does not measure again, each
+    with its own commit, date, command and limits; none where there is no file. by_impl: also those of a case that it
+    measures with other implementations.
 
     A row that says it is partial does not replace a whole one: it is taken out of ``rows``.
 
@@ -244,7 +252,8 @@ def kept_rows(path, rows, machine, *, by_impl=False):
     same = ("gpu", "torch", "triton")
     if any(old["machine"].get(k) != machine.get(k) for k in same):
         raise ValueError(
-            f"{path} was recorded on {[old['machine'].get(k) for k in same]}, this is {[machine.get(k) for k in same]}; want the same"
+            f"{path} was recorded on {[old['machine'].get(k) for k in same]}, this is "
+            f"{[machine.get(k) for k in same]}; want the same"
         )
 
     def name(entry, impl=True):
@@ -255,7 +264,8 @@ def kept_rows(path, rows, machine, *, by_impl=False):
     rows[:] = [e for e in rows if not e.get("partial") or name(e) not in whole]
     now = {name(e, by_impl) for e in rows}
     stamp = {k: old[k] for k in ("commit", "recorded", "command")}
-    limits = {"limits": old["limits"]} if old["limits"] else {}  # a row kept before has its own, or nobody knows them any more
+    # a row kept before has its own, or nobody knows them any more
+    limits = {"limits": old["limits"]} if old["limits"] else {}
     return [
         {**stamp, **({} if "recorded" in e else limits), **e} for e in old["rows"]
         if name(e, by_impl) not in now or name(e) in better and not e.get("partial")
@@ -268,15 +278,16 @@ def kept_note(path):
 
 
 def still_not_run(path, left, measured):
-    """Names of what a document that keeps the rows of an earlier file lacks: what this run has ``left``, and what the earlier one
-    had, less what is ``measured`` now; only the former where there is no file."""
+    """Names of what a document that keeps the rows of an earlier file lacks: what this run has ``left``, and what the
+    earlier one had, less what is ``measured`` now; only the former where there is no file."""
     earlier = read(path).get("not_run", []) if Path(path).is_file() else []
     measured = set(measured)
     return list(dict.fromkeys([*left, *(name for name in earlier if name not in measured)]))
 
 
 def origin(doc, row):
-    """{"recorded", "commit", "command"} of a row: its own, those that the document has for its part, or the document's."""
+    """{"recorded", "commit", "command"} of a row: its own, those that the document has for its part, or the
+    document's."""
     earlier = doc.get("earlier", {}).get(row["case"].get("part"), {})  # of several GPUs, where parts are kept, not rows
     own = {k: row.get(k) or earlier.get(k) for k in ("recorded", "commit", "command")}
     if own["recorded"] or own["commit"]:  # a part that was kept without its command does not come from the document's
@@ -306,7 +317,9 @@ def limits_note(doc, rows):
     if not earlier:
         return ""
     whose = "the limits of their own run" if known else "the limits of the newest run"
-    return f" Shares of rows of earlier runs are of {whose}" + (" where it recorded them, else of the newest run's." if known and len(known) < len(earlier) else ".")
+    return f" Shares of rows of earlier runs are of {whose}" + (
+        " where it recorded them, else of the newest run's." if known and len(known) < len(earlier) else "."
+    )
 
 
 def select(doc, impl=None, **case):
@@ -324,9 +337,11 @@ def one(doc, impl, **case):
 
 
 def caption(doc, rows=None):
-    """Where numbers come from, for a caption: "recorded on NVIDIA H200, 2026-11-29"; of ``rows``, kept ones among them, the first
-    and the last day where they differ."""
-    days = sorted({origin(doc, row)["recorded"][:10] for row in rows or () if origin(doc, row)["recorded"]}) or [doc["recorded"][:10]]
+    """Where numbers come from, for a caption: "recorded on NVIDIA H200, 2026-11-29"; of ``rows``, kept ones among them,
+    the first and the last day where they differ."""
+    days = sorted({origin(doc, row)["recorded"][:10] for row in rows or () if origin(doc, row)["recorded"]}) or [
+        doc["recorded"][:10]
+    ]
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     return f"recorded on {doc['machine']['gpu'] or doc['machine']['cpu']}, {when}"
 
@@ -345,7 +360,9 @@ def commit():
 
 def _git(root, *args):
     # without optional locks a question writes no index, which a full disk would leave locked
-    return subprocess.run(["git", "--no-optional-locks", "-C", root, *args], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", "--no-optional-locks", "-C", root, *args], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def _command():

@@ -11,8 +11,9 @@ def visible_rows(ranges, rows, seqlen_q, seqlen_k, *, causal=True):
     """Which keys some query rows see, as the definition of range windows has it.
 
     Args:
-        ranges: [(start, stop, sink, window)]: queries at positions start <= p < stop see the first ``sink`` keys and the
-            ``window`` newest up to themselves; None for "to the end" and "all of them"; negative positions count from seqlen_k.
+        ranges: [(start, stop, sink, window)]: queries at positions start <= p < stop see the first ``sink`` keys and
+            the ``window`` newest up to themselves; None for "to the end" and "all of them"; negative positions count
+            from seqlen_k.
         rows: (n,) int64 query indices; query i sits at position i + seqlen_k - seqlen_q.
         causal: nothing to the right of a query's own position.
 
@@ -32,7 +33,8 @@ def visible_rows(ranges, rows, seqlen_q, seqlen_k, *, causal=True):
 
 
 class WindowOracle(Oracle):
-    """The float64 answer of attention under range windows, on sampled rows, with the error budget of ``parity.Oracle``."""
+    """The float64 answer of attention under range windows, on sampled rows, with the error budget of
+    ``parity.Oracle``."""
 
     def __init__(self, q, k, v, ranges, *, causal=True, scale=None, sample_rows=SAMPLE_ROWS):
         def answer(compute):

@@ -2,9 +2,9 @@
 
     python -m ladder.profile --module mypackage.serve:run_one_batch --context 32768 --target-ms 40
 
-runs your batch under torch.profiler, follows its memory, and says in words what the numbers mean: whether attention takes
-enough of the time to be worth a better kernel, and the three questions to ask before changing one. It prints the ``ncu``
-command to run next and reads what that wrote (``--ncu-csv``).
+runs your batch under torch.profiler, follows its memory, and says in words what the numbers mean: whether attention
+takes enough of the time to be worth a better kernel, and the three questions to ask before changing one. It prints the
+``ncu`` command to run next and reads what that wrote (``--ncu-csv``).
 """
 
 import argparse
@@ -41,7 +41,10 @@ def main(argv=None):
         found.context, found.context_because = args.context, "as you said"
     answer = decide(found, args.target_ms)
     text = "\n".join([describe(found), "", *answer.lines, "", next_command(args.module)])
-    print(text if kernels is None else f"{text}\n\n{describe_ncu(kernels)}", file=sys.stderr if args.json == "-" else sys.stdout)
+    print(
+        text if kernels is None else f"{text}\n\n{describe_ncu(kernels)}",
+        file=sys.stderr if args.json == "-" else sys.stdout,
+    )
     if args.json:
         record = dict(measured=asdict(found), decision=answer.name, because=answer.lines, ncu=kernels)
         if args.json == "-":
@@ -54,7 +57,8 @@ def main(argv=None):
 def parse_args(argv=None):
     parser = argparse.ArgumentParser(
         prog="python -m ladder.profile",
-        description="Measure where the time and the memory of a batch go, and decide whether a better attention kernel pays.",
+        description="Measure where the time and the memory of a batch go, and decide whether a better attention kernel "
+            "pays.",
     )
     parser.add_argument(
         "--module", metavar="PACKAGE:CALLABLE",
@@ -68,12 +72,18 @@ def parse_args(argv=None):
     )  # fmt: skip
     parser.add_argument("--target-ms", type=float, help="latency that a batch should have")
     parser.add_argument(
-        "--context", type=int, help="tokens of a long request (default: the longest that scaled_dot_product_attention saw)"
+        "--context",
+        type=int,
+        help="tokens of a long request (default: the longest that scaled_dot_product_attention saw)",
     )
     parser.add_argument(
-        "--moe", action=argparse.BooleanOptionalAction, help="whether the model is a mixture of experts (default: by its modules' names)"
+        "--moe",
+        action=argparse.BooleanOptionalAction,
+        help="whether the model is a mixture of experts (default: by its modules' names)",
     )
-    parser.add_argument("--ncu-csv", metavar="FILE", help="what ncu wrote with --csv: memory and compute use of each kernel")
+    parser.add_argument(
+        "--ncu-csv", metavar="FILE", help="what ncu wrote with --csv: memory and compute use of each kernel"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the numbers too; - is standard output")
     args = parser.parse_args(argv)
     if args.module is None and args.ncu_csv is None:

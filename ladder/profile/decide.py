@@ -23,33 +23,54 @@ def decide(found, target_ms=None):
     device = "CPU" if found.busy_share is None else "GPU"
     lines = [f"Attention takes {share:.0%} of the {device} time; the threshold is {SHARE:.0%}."]
     questions = [
-        ("Is the model a mixture of experts?", found.moe, found.moe_because or "no torch.nn.Module ran; say --moe or --no-moe"),
+        ("Is the model a mixture of experts?", found.moe, found.moe_because or "no torch.nn.Module ran; say --moe or "
+            "--no-moe"),
         ("Is the GPU busy, and a batch still too slow?", *_busy_but_slow(found, target_ms)),
         (f"Are there contexts above {LONG_CONTEXT:,} tokens?",
          None if found.context is None else found.context > LONG_CONTEXT,
-         f"{found.context:,} tokens, {found.context_because}" if found.context is not None else "not seen; say --context"),
+         f"{found.context:,} tokens, {found.context_because}" if found.context is not None else "not seen; say "
+             "--context"),
     ]  # fmt: skip
     words = {True: "yes", False: "no", None: "unknown"}
-    lines += [f"{i}. {question} {words[answer]} ({because})." for i, (question, answer, because) in enumerate(questions, 1)]
+    lines += [
+        f"{i}. {question} {words[answer]} ({because})." for i, (question, answer, because) in enumerate(questions, 1)
+    ]
     experts, slow, long = (answer for _, answer, _ in questions)
     if share <= SHARE:
-        name, verdict = "scheduling", _scheduling(found, f"a kernel twice as fast would save {share / 2:.0%} of the time")
+        name, verdict = (
+            "scheduling",
+            _scheduling(found, f"a kernel twice as fast would save {share / 2:.0%} of the time"),
+        )
     elif slow is False:
         name, verdict = "scheduling", _scheduling(found, "kernels are not what a batch waits for")
     elif experts is False:
-        name, verdict = "dense", (
-            "Attention matters, but what DFlash does for experts is nothing to a dense model: expect the gain of a good attention "
-            "kernel and no more, and at short contexts none."
+        name, verdict = (
+            "dense",
+            (
+                "Attention matters, but what DFlash does for experts is nothing to a dense model: expect the gain of a "
+                "good attention "
+                "kernel and no more, and at short contexts none."
+            ),
         )
     elif long is False:
-        name, verdict = "wait", f"The gain grows with the context; at {found.context:,} tokens it can wait until longer ones come."
+        name, verdict = (
+            "wait",
+            f"The gain grows with the context; at {found.context:,} tokens it can wait until longer ones come.",
+        )
     elif experts and slow and long:
-        name, verdict = "kernel", (
-            f"All three: use the kernel. Attention twice as fast would save {share / 2:.0%} of the time, four times as fast "
-            f"{share * 3 / 4:.0%}."
+        name, verdict = (
+            "kernel",
+            (
+                f"All three: use the kernel. Attention twice as fast would save {share / 2:.0%} of the time, four "
+                f"times as fast "
+                f"{share * 3 / 4:.0%}."
+            ),
         )
     else:
-        name, verdict = "unknown", "Attention is worth a better kernel if the questions marked unknown are answered with yes."
+        name, verdict = (
+            "unknown",
+            "Attention is worth a better kernel if the questions marked unknown are answered with yes.",
+        )
     lines.append(verdict)
     if found.gpus == 1 and name != "scheduling":
         lines.append("One GPU: only the kernel can help; balancing experts over devices needs several.")
@@ -71,7 +92,9 @@ def _scheduling(found, why):
     parts = [f"First look at scheduling and communication: {why}."]
     if found.busy_share is not None and found.busy_share < BUSY:
         idle = 1 - found.busy_share
-        parts.append(f"The GPU has no kernel running {idle:.0%} of the time (launches, the host, waiting for requests or peers).")
+        parts.append(
+            f"The GPU has no kernel running {idle:.0%} of the time (launches, the host, waiting for requests or peers)."
+        )
     if found.communication_share > 0:
         parts.append(f"Communication takes {found.communication_share:.0%} of kernel time.")
     if found.other_names:
@@ -88,9 +111,14 @@ def describe(found):
     lines = [f"{found.steps} batches on {where}: {found.step_ms:.2f} ms each, {found.work_ms:.2f} ms in {what}."]
     for title, names in (("attention", found.attention_names), ("the rest", found.other_names)):
         lines += [f"  {title}:"] if names else []
-        lines += [f"    {ms:9.3f} ms  {ms / max(found.work_ms, 1e-9):6.1%}  {_short(name)}" for name, ms in names.items()]
+        lines += [
+            f"    {ms:9.3f} ms  {ms / max(found.work_ms, 1e-9):6.1%}  {_short(name)}" for name, ms in names.items()
+        ]
     if not found.attention_names:
-        lines.append("  No kernel, operator or range is named like attention. Eager attention is matrix products and a softmax: put it")
+        lines.append(
+            "  No kernel, operator or range is named like attention. Eager attention is matrix products and a softmax: "
+            "put it"
+        )
         lines.append("  into torch.profiler.record_function('attention'), or name what it runs with --attention.")
     if found.dflash_names:
         lines.append(f"DFlash is in use: {', '.join(map(_short, found.dflash_names[:4]))}.")
@@ -101,15 +129,20 @@ def describe(found):
         spike = memory["peak"] / max(memory["median"], 1) - 1
         first, peak, last = (_bytes(memory[key]) for key in ("first", "peak", "last"))
         cause = ", a spike that temporary buffers make" if spike > 0.2 else ""
-        lines.append(f"Memory: {first} before, peak {peak}, {last} after; the peak is {spike:.0%} above the median{cause}.")
+        lines.append(
+            f"Memory: {first} before, peak {peak}, {last} after; the peak is {spike:.0%} above the median{cause}."
+        )
         if "reserved" in memory:
             lines.append(
-                f"  The allocator holds {_bytes(memory['reserved'])}, of which {_bytes(memory['split'])} lie unused between blocks; "
+                f"  The allocator holds {_bytes(memory['reserved'])}, of which {_bytes(memory['split'])} lie unused "
+                f"between blocks; "
                 f"{_bytes(memory['free'])} of {_bytes(memory['total'])} are free on the device."
             )
         lines.append(f"  {curve(found.memory_curve)}")
     if found.pools:
-        lines += [f"KV pool: {pool['kind']}, {_bytes(pool['bytes'])}, {pool['tokens']:,} tokens." for pool in found.pools[:3]]
+        lines += [
+            f"KV pool: {pool['kind']}, {_bytes(pool['bytes'])}, {pool['tokens']:,} tokens." for pool in found.pools[:3]
+        ]
     else:
         lines.append("KV pool: none that is known (the ladder's, or transformers' caches).")
     return "\n".join(lines)

@@ -26,7 +26,8 @@ class ProfileError(Exception):
 
 @dataclass
 class Found:
-    """What a run showed. Times in ms of one batch, memory in bytes, shares 0 .. 1, None where nothing could be known."""
+    """What a run showed. Times in ms of one batch, memory in bytes, shares 0 .. 1, None where nothing could be
+    known."""
 
     device: str
     gpus: int
@@ -79,9 +80,9 @@ def _callables(module):
 def measure(step, *, steps=3, warmup=2, attention=ATTENTION):
     """Run ``step`` so many times, and as often again under torch.profiler; returns ``Found``.
 
-    A batch that returns a function is a loader: the function is the batch. Work is what runs on the GPU where there is one
-    and it was used, else operators on the CPU. A kernel is attention when its own name matches ``attention``, or that of
-    an operator or a ``torch.profiler.record_function`` range around its launch.
+    A batch that returns a function is a loader: the function is the batch. Work is what runs on the GPU where there is
+    one and it was used, else operators on the CPU. A kernel is attention when its own name matches ``attention``, or
+    that of an operator or a ``torch.profiler.record_function`` range around its launch.
     """
     modules = set()
 
@@ -121,7 +122,11 @@ def measure(step, *, steps=3, warmup=2, attention=ATTENTION):
     if modules:
         experts = sorted(name for name in modules if re.search(MOE, name, re.IGNORECASE))
         found.moe = bool(experts)
-        found.moe_because = f"modules {', '.join(experts[:3])}" if experts else f"none of its {len(modules)} kinds of module is named so"
+        found.moe_because = (
+            f"modules {', '.join(experts[:3])}"
+            if experts
+            else f"none of its {len(modules)} kinds of module is named so"
+        )
     return found
 
 
@@ -286,8 +291,16 @@ def kv_pools():
         elif home == "ladder" and name == "KVCache":
             pools.append(dict(kind=name, bytes=thing.nbytes, tokens=thing.parts[0].shape[1] * thing.parts[0].shape[2]))
         elif home == "transformers" and name in ("DynamicCache", "StaticCache", "EncoderDecoderCache"):
-            layers = [layer for layer in getattr(thing, "layers", ()) if isinstance(getattr(layer, "keys", None), torch.Tensor)]
+            layers = [
+                layer
+                for layer in getattr(thing, "layers", ())
+                if isinstance(getattr(layer, "keys", None), torch.Tensor)
+            ]
             if layers:
                 tokens = max(layer.keys.shape[0] * layer.keys.shape[-2] for layer in layers if layer.keys.ndim == 4)
-                pools.append(dict(kind=name, bytes=sum(layer.keys.nbytes + layer.values.nbytes for layer in layers), tokens=tokens))
+                pools.append(
+                    dict(
+                        kind=name, bytes=sum(layer.keys.nbytes + layer.values.nbytes for layer in layers), tokens=tokens
+                    )
+                )
     return sorted(pools, key=lambda pool: -pool["bytes"])

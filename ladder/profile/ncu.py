@@ -11,21 +11,24 @@ COLUMNS = {  # of the raw page -> name here; the details page names them after i
     "gpu__time_duration.sum": "us",
     "Memory Throughput": "memory", "Compute (SM) Throughput": "compute", "Duration": "us",
 }  # fmt: skip
-MICROSECONDS = {"nsecond": 1e-3, "ns": 1e-3, "usecond": 1.0, "us": 1.0, "msecond": 1e3, "ms": 1e3, "second": 1e6, "s": 1e6}
+MICROSECONDS = {
+    "nsecond": 1e-3, "ns": 1e-3, "usecond": 1.0, "us": 1.0, "msecond": 1e3, "ms": 1e3, "second": 1e6, "s": 1e6,
+}  # fmt: skip
 
 
 def read_ncu(path):
     """Kernels of ``ncu --csv``, ``--page details`` or ``--page raw``.
 
     Returns:
-        A list of {"kernel", "launches", "us", "memory", "compute"}: microseconds in all, shares 0 .. 1 of the peak weighted
-        by time; longest first.
+        A list of {"kernel", "launches", "us", "memory", "compute"}: microseconds in all, shares 0 .. 1 of the peak
+        weighted by time; longest first.
 
     Raises:
         ProfileError: no table of kernels in the file.
     """
     with open(path, newline="", encoding="utf-8", errors="replace") as file:
-        lines = [line for line in file if line.lstrip().startswith('"')]  # ncu writes ==PROF== and the program's words too
+        # ncu writes ==PROF== and the program's words too
+        lines = [line for line in file if line.lstrip().startswith('"')]
     rows = list(csv.reader(lines))
     header = next((i for i, row in enumerate(rows) if "Kernel Name" in row), None)
     if header is None:
@@ -52,7 +55,9 @@ def read_ncu(path):
     for launch in launches.values():
         if not all(launch.get(key) is not None for key in ("us", "memory", "compute")):
             continue
-        kernel = kernels.setdefault(launch["kernel"], dict(kernel=launch["kernel"], launches=0, us=0.0, memory=0.0, compute=0.0))
+        kernel = kernels.setdefault(
+            launch["kernel"], dict(kernel=launch["kernel"], launches=0, us=0.0, memory=0.0, compute=0.0)
+        )
         kernel["launches"] += 1
         kernel["us"] += launch["us"]
         for key in ("memory", "compute"):

@@ -6,8 +6,9 @@ the same kernel. Short chunks fill their tile with the heads of a group. Decode 
 the cache append join the projection, and the norm joins the router. On Hopper the tiles move by TMA between specialised
 warps. Custom operators let torch.compile see through a call.
 
-Why: at 128k tokens a causal mask leaves 8.6 billion pairs a head, and a sink with a window of 4,096 keeps one in sixteen:
-no kernel is fast enough to win that back. What remains is small, and then launches and passes over memory count.
+Why: at 128k tokens a causal mask leaves 8.6 billion pairs a head, and a sink with a window of 4,096 keeps one in
+sixteen: no kernel is fast enough to win that back. What remains is small, and then launches and passes over memory
+count.
 
 Predict: time follows the visited tiles: at 128k with 128 sinks and a window of 4,096, 15 x fewer than causal. Dense and
 causal keep step 07's loop, instruction for instruction, where the portable kernel runs; Hopper's own kernel gains what
@@ -27,7 +28,8 @@ from .windows import Range, RangeWindows
 # What the other modules bring, imported on first use: name -> module.
 _LAZY = {
     "DecodeWorkspace": "dispatch", "decode_bytes_moved": "decode", "dflash2_decode": "api", "dflash2_mla_decode": "api",
-    "get_decode_schedule": "schedule", "fused_add_norm": "fusion", "fused_mla_append": "fusion", "fused_norm_router": "fusion",
+    "get_decode_schedule": "schedule", "fused_add_norm": "fusion", "fused_mla_append": "fusion",
+    "fused_norm_router": "fusion",
     "fused_qkv_rope_append": "fusion", "rope_tables": "fusion", "yarn_mscale": "fusion", "AttentionBatch": "fusion",
     "BlockOutput": "fusion", "DFlash2AttentionBlock": "fusion", "DFlash2MLABlock": "fusion", "Router": "fusion",
 }  # fmt: skip

@@ -14,10 +14,10 @@ def dflash2_attention(
     """softmax(scale * q k^T) v in one kernel launch, under a causal mask, range windows, a softcap, learned sinks.
 
     Args:
-        q: (B, Hq, Sq, D). k: (B, Hkv, Sk, D). v: (B, Hkv, Sk, Dv). float16, bfloat16 or float32, any strides, head sizes
-            up to 256. Hq is any multiple of Hkv; query head h reads KV head h // (Hq // Hkv). On a CUDA device, or on the
-            CPU: by the kernels when Triton's interpreter is on, by PyTorch otherwise. Their dtype decides, under
-            ``torch.autocast`` too.
+        q: (B, Hq, Sq, D). k: (B, Hkv, Sk, D). v: (B, Hkv, Sk, Dv). float16, bfloat16 or float32, any strides, head
+            sizes up to 256. Hq is any multiple of Hkv; query head h reads KV head h // (Hq // Hkv). On a CUDA device,
+            or on the CPU: by the kernels when Triton's interpreter is on, by PyTorch otherwise. Their dtype decides,
+            under ``torch.autocast`` too.
         causal: query i sees keys j <= i + Sk - Sq (aligned to the bottom right).
         scale: factor on the scores; None is 1/sqrt(D).
         windows: ``RangeWindows``, which keys each range of queries sees; tiles outside are neither loaded nor computed.
@@ -26,24 +26,34 @@ def dflash2_attention(
         sinks: (Hq,) float: one more logit a row, with no value, in the softmax's denominator; None for none.
         return_lse: also return the natural log-sum-exp of each row's scores, the sink's included.
         out: tensor (B, Hq, Sq, Dv) for the result, any strides; not the memory of k or v. None allocates.
-        right: how many keys after its own position a query sees, as in FlashAttention's window_size=(left, right) and in
-            bidirectional models; None is 0 under a causal mask, and all keys without one.
+        right: how many keys after its own position a query sees, as in FlashAttention's window_size=(left, right) and
+            in bidirectional models; None is 0 under a causal mask, and all keys without one.
 
     Returns:
-        (B, Hq, Sq, Dv) in the dtype of q; with return_lse also (B, Hq, Sq) float32. A row that sees no key is 0, and its
-        log-sum-exp -inf, or sinks[h].
+        (B, Hq, Sq, Dv) in the dtype of q; with return_lse also (B, Hq, Sq) float32. A row that sees no key is 0, and
+        its log-sum-exp -inf, or sinks[h].
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what is wanted.
-        NotImplementedError: head sizes above 256; gradients, forward-mode derivatives and ``torch.func`` transforms (step 04
-            is differentiable).
+        NotImplementedError: head sizes above 256; gradients, forward-mode derivatives and ``torch.func`` transforms
+            (step 04 is differentiable).
 
     Source: Dao, "FlashAttention-2", algorithm 1; softcap: Gemma Team, "Gemma 2", section 2; learned sinks: OpenAI,
     "gpt-oss-120b & gpt-oss-20b Model Card", section 2.2.
     """
     run = ops.attention if torch.compiler.is_compiling() else prefill.dense
     return run(
-        q, k, v, causal=causal, scale=scale, windows=windows, softcap=softcap, sinks=sinks, return_lse=return_lse, out=out, right=right
+        q,
+        k,
+        v,
+        causal=causal,
+        scale=scale,
+        windows=windows,
+        softcap=softcap,
+        sinks=sinks,
+        return_lse=return_lse,
+        out=out,
+        right=right,
     )
 
 
@@ -60,7 +70,8 @@ def dflash2_varlen(
     Args:
         q: (total_q, Hq, D). k: (total_k, Hkv, D). v: (total_k, Hkv, Dv). As in ``dflash2_attention``.
         cu_seqlens_q, cu_seqlens_k: (num_seqs + 1,) int32 or int64, where each sequence starts. Checked on a CPU only.
-        max_seqlen_q, max_seqlen_k: upper bounds of the lengths in tokens, or None. A small max_seqlen_q chooses tiles for
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths in tokens, or None. A small max_seqlen_q chooses tiles
+        for
             short chunks; max_seqlen_k is accepted for FlashAttention's sake.
         out: tensor (total_q, Hq, Dv) for the result, any strides. None allocates.
         The others as in ``dflash2_attention``; causal and windows are aligned to the bottom right of each sequence.
@@ -154,7 +165,8 @@ def dflash2_decode(
         negative or beyond max_pages * page_size gives NaN.
 
     Raises:
-        TypeError, ValueError: naming the argument, what came and what is wanted; on a CPU also for such a length, and for
+        TypeError, ValueError: naming the argument, what came and what is wanted; on a CPU also for such a length, and
+        for
             an entry of the block table that a length reaches and that is no page.
         NotImplementedError: head sizes above 256; gradients.
 
@@ -163,8 +175,10 @@ def dflash2_decode(
     """
     run = ops.decode if torch.compiler.is_compiling() else decode.paged_decode
     return run(
-        q, k_cache, v_cache, block_table, seq_lens, causal=causal, scale=scale, windows=windows, softcap=softcap, sinks=sinks,
-        num_kv_splits=num_kv_splits, return_lse=return_lse, out=out, workspace=workspace, schedule=schedule, config=config,
+        q, k_cache, v_cache, block_table, seq_lens, causal=causal, scale=scale, windows=windows, softcap=softcap,
+        sinks=sinks,
+        num_kv_splits=num_kv_splits, return_lse=return_lse, out=out, workspace=workspace, schedule=schedule,
+        config=config,
     )  # fmt: skip
 
 
@@ -185,10 +199,12 @@ def dflash2_mla_decode(
         The others as in ``dflash2_decode``.
 
     Returns:
-        (B, q_len, H, head_dim_v), or (B, H, head_dim_v) for one token; with return_lse also (B, H, q_len) float32, or (B, H).
+        (B, q_len, H, head_dim_v), or (B, H, head_dim_v) for one token; with return_lse also (B, H, q_len) float32, or
+        (B, H).
 
     Raises:
-        As ``dflash2_decode``; head_dim_v that is no such power of two; NotImplementedError for D above twice head_dim_v.
+        As ``dflash2_decode``; head_dim_v that is no such power of two; NotImplementedError for D above twice
+        head_dim_v.
 
     Source: DeepSeek-AI, "DeepSeek-V2", section 2.1; the shared tile is FlashMLA's.
     """

@@ -1,4 +1,5 @@
-"""Which kernel a call takes, how it is launched, and why no faster kernel takes it: launches, ``explain`` and ``warmup`` read it here."""
+"""Which kernel a call takes, how it is launched, and why no faster kernel takes it: launches, ``explain`` and
+``warmup`` read it here."""
 
 import functools
 from dataclasses import dataclass
@@ -50,8 +51,9 @@ class PrefillCall(NamedTuple):
 class DecodeCall(NamedTuple):
     """What the choice for a decode depends on.
 
-    q (B, q_len, Hq, D), k, v (pages), out: ``place`` of each. latent: v is part of k. masked: there are windows. reach: most keys
-    that the new tokens can see. scheduled: a schedule is given. config: of the caller's, as ``tiles.frozen`` makes it.
+    q (B, q_len, Hq, D), k, v (pages), out: ``place`` of each. latent: v is part of k. masked: there are windows. reach:
+    most keys that the new tokens can see. scheduled: a schedule is given. config: of the caller's, as ``tiles.frozen``
+    makes it.
     """
 
     dtype: torch.dtype
@@ -81,17 +83,20 @@ def prefill_call(
 
 
 def decode_call(
-    q, k, v, out, capacity, *, latent=False, windows=None, softcap=0.0, scale=1.0, num_kv_splits=None, scheduled=False, config=None
+    q, k, v, out, capacity, *, latent=False, windows=None, softcap=0.0, scale=1.0, num_kv_splits=None, scheduled=False,
+    config=None
 ):  # fmt: skip
     """The ``DecodeCall`` of checked arguments."""
     return DecodeCall(
-        q.dtype, place(q), place(k), place(v), place(out), latent, capacity, windows is not None, reach_of(windows, q.shape[1]),
+        q.dtype, place(q), place(k), place(v), place(out), latent, capacity, windows is not None,
+        reach_of(windows, q.shape[1]),
         softcap > 0, abs(scale) < 1e-37, scheduled, num_kv_splits, frozen(config),
     )  # fmt: skip
 
 
 def decide(call, device):
-    """The ``Decision`` about a ``PrefillCall`` or ``DecodeCall`` of tensors on ``device``, which Triton's kernels run on."""
+    """The ``Decision`` about a ``PrefillCall`` or ``DecodeCall`` of tensors on ``device``, which Triton's kernels run
+    on."""
     return (_decide_prefill if type(call) is PrefillCall else _decide_decode)(call, dispatch.machine(device))
 
 
@@ -106,7 +111,8 @@ def _decide_prefill(call, machine):
     if machine.hopper and why is None:
         seqlen_k = call.capacity if paged else k_shape[0] if ragged else k_shape[2]
         return Decision("dflash2_prefill_hopper", hopper_prefill.plan_prefill(
-            num_seqs, q_shape[1], group, seqlen_q, seqlen_k, head_dim, head_dim_v, call.right, ragged, paged, call.longest,
+            num_seqs, q_shape[1], group, seqlen_q, seqlen_k, head_dim, head_dim_v, call.right, ragged, paged,
+            call.longest,
             machine.processors, None, call.num_ranges > 0, None,
         ))  # fmt: skip
     tokens = most = seqlen_q
@@ -114,7 +120,17 @@ def _decide_prefill(call, machine):
         tokens, most = max(1, seqlen_q // num_seqs) if num_seqs else None, call.longest
         tokens = tokens if most is None else min(tokens or 0, most)
     config = launch_config(
-        head_dim, head_dim_v, call.dtype.itemsize, machine.arch, page_size, ragged, group, tokens, most, call.num_ranges, call.softcap
+        head_dim,
+        head_dim_v,
+        call.dtype.itemsize,
+        machine.arch,
+        page_size,
+        ragged,
+        group,
+        tokens,
+        most,
+        call.num_ranges,
+        call.softcap,
     )
     layout = layout_of(call.dtype, k_aligned and v_aligned, k_strides, v_strides, head_dim, head_dim_v)
     return Decision("dflash2_prefill", {**layout, **config}, why)
@@ -127,7 +143,8 @@ def _decide_decode(call, machine):
     if machine.hopper:
         if call.config is not None:
             why = "launch parameters are given"
-        elif call.capacity == 0:  # its memory is none, and sm_90's kernels look into it before they see that a length is beyond it
+        elif call.capacity == 0:
+            # its memory is none, and sm_90's kernels look into it before they see that a length is beyond it
             why = "the block table has no page"
         else:
             why = (hopper_mla.supports_mla if call.latent else hopper_decode.supports_decode)(call)
@@ -136,10 +153,13 @@ def _decide_decode(call, machine):
             plan = hopper_mla.plan_mla(batch, rows, call.capacity, machine.processors, call.num_kv_splits, tile)
             return Decision("dflash2_mla_few_hopper" if kind == "few" else "dflash2_mla_hopper", plan)
         if why is None:
-            plan = hopper_decode.plan_decode(batch, rows, num_kv_heads, call.capacity, machine.processors, call.num_kv_splits)
+            plan = hopper_decode.plan_decode(
+                batch, rows, num_kv_heads, call.capacity, machine.processors, call.num_kv_splits
+            )
             return Decision("dflash2_decode_hopper", plan)
     plan = plan_decode(
-        batch, q_len, num_heads // num_kv_heads, num_kv_heads, head_dim, head_dim_v, page_size, call.capacity, call.dtype.itemsize,
+        batch, q_len, num_heads // num_kv_heads, num_kv_heads, head_dim, head_dim_v, page_size, call.capacity,
+        call.dtype.itemsize,
         machine.arch, machine.processors, v_is_k(call.latent, head_dim_v), call.num_kv_splits, call.reach, call.config,
     )  # fmt: skip
     layout = layout_of(call.dtype, call.k[2] and call.v[2], call.k[1], call.v[1], head_dim, head_dim_v)

@@ -28,13 +28,32 @@ def paged_decode(
     if given:
         check_written(out, q=q, k_cache=k_cache, v_cache=v_cache)
     options = check_decode_options(
-        (q, k_cache, v_cache), causal, windows, softcap, sinks, num_kv_splits, return_lse, workspace, schedule, config, None
+        (q, k_cache, v_cache),
+        causal,
+        windows,
+        softcap,
+        sinks,
+        num_kv_splits,
+        return_lse,
+        workspace,
+        schedule,
+        config,
+        None,
     )
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32) if return_lse else None
     kernels = device_code(q, "portable.decode_kernel")
     if kernels is None:
         result = eager.decode(
-            q, k_cache, v_cache, block_table, seq_lens, causal=False, scale=scale, return_lse=return_lse, out=out, **options
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            seq_lens,
+            causal=False,
+            scale=scale,
+            return_lse=return_lse,
+            out=out,
+            **options,
         )
         lse = result[1] if return_lse else None
     elif out.numel():
@@ -48,7 +67,8 @@ def paged_decode(
 
 
 def mla_decode(
-    q, latent_cache, block_table, seq_lens, *, scale, head_dim_v=512, causal=True, windows=None, softcap=0.0, sinks=None,
+    q, latent_cache, block_table, seq_lens, *, scale, head_dim_v=512, causal=True, windows=None, softcap=0.0,
+    sinks=None,
     num_kv_splits=None, return_lse=False, out=None, workspace=None, schedule=None, config=None,
 ):  # fmt: skip
     """``dflash2_mla_decode`` outside torch.compile."""
@@ -97,18 +117,21 @@ def launch(
     kernels, q, k_cache, v_cache, block_table, seq_lens, out, lse, *,
     right, scale, windows, softcap, sinks, num_kv_splits, workspace=None, schedule=None, config=None, latent_cache=None,
 ):  # fmt: skip
-    """Launch the kernel that ``decide`` chooses on checked arguments, q and out (B, q_len, Hq, .), none of them empty; fills out
-    and lse. latent_cache: what k_cache and v_cache are views of, for MLA.
+    """Launch the kernel that ``decide`` chooses on checked arguments, q and out (B, q_len, Hq, .), none of them empty;
+    fills out and lse. latent_cache: what k_cache and v_cache are views of, for MLA.
     """
     (batch, q_len, num_heads, head_dim), (_, page_size, num_kv_heads, head_dim_v) = q.shape, v_cache.shape
     device, capacity, latent = q.device, block_table.shape[1] * page_size, latent_cache is not None
     call = decode_call(
-        q, k_cache, v_cache, out, capacity, latent=latent, windows=windows, softcap=softcap, scale=scale, num_kv_splits=num_kv_splits,
+        q, k_cache, v_cache, out, capacity, latent=latent, windows=windows, softcap=softcap, scale=scale,
+        num_kv_splits=num_kv_splits,
         scheduled=schedule is not None, config=config,
     )  # fmt: skip
     decision = decide(call, device)
     if decision.kernel != "dflash2_decode":
-        what = dict(scale=scale, right=right, sinks=sinks, num_kv_splits=num_kv_splits, workspace=workspace, plan=decision.plan)
+        what = dict(
+            scale=scale, right=right, sinks=sinks, num_kv_splits=num_kv_splits, workspace=workspace, plan=decision.plan
+        )
         if latent:
             hopper_mla.launch_mla(q, latent_cache, block_table, seq_lens, out, lse, **what)
         else:
@@ -123,7 +146,9 @@ def launch(
         workspace = workspace_on(device, workspace)
         part_rows = num_kv_heads * row_tiles * num_slots * plan.merge["MERGE_ROWS"]
         apart = plan.apart and kind == FOUND
-        partials, counters = workspace.reserve(part_rows * (head_dim_v + 1) + 4 * num_slots * apart, batch * num_kv_heads * row_tiles)
+        partials, counters = workspace.reserve(
+            part_rows * (head_dim_v + 1) + 4 * num_slots * apart, batch * num_kv_heads * row_tiles
+        )
         part_lse = partials[part_rows * head_dim_v :]
         if apart:
             kind, schedule = GIVEN, part_lse[part_rows : part_rows + 4 * num_slots].view(torch.int32)
@@ -131,7 +156,8 @@ def launch(
     sign, scale_log2, cap_scale = scale_factors(scale, softcap)
     with torch.cuda.device_of(q):
         kernels.dflash2_decode[(num_kv_heads * row_tiles * num_slots,)](
-            q, k_cache, v_cache, block_table, seq_lens, None if windows is None else windows.table(device), sinks, schedule,
+            q, k_cache, v_cache, block_table, seq_lens, None if windows is None else windows.table(device), sinks,
+            schedule,
             out, lse, partials, part_lse, counters,
             *q.stride(), *k_cache.stride(), *v_cache.stride(), *out.stride(), *block_table.stride(),
             0 if sinks is None else sinks.stride(0),
@@ -152,7 +178,21 @@ def decode_bytes_moved(problem):
     """
     p, rows = problem, problem.q_len * (problem.Hq // problem.Hkv)
     plan = plan_decode(
-        p.B, p.q_len, p.Hq // p.Hkv, p.Hkv, p.D, p.Dv, p.page_size, p.capacity, p.itemsize, 90, 132, p.latent, None, UNLIMITED, None
+        p.B,
+        p.q_len,
+        p.Hq // p.Hkv,
+        p.Hkv,
+        p.D,
+        p.Dv,
+        p.page_size,
+        p.capacity,
+        p.itemsize,
+        90,
+        132,
+        p.latent,
+        None,
+        UNLIMITED,
+        None,
     )
     schedule = torch.empty(plan.num_slots, 4, dtype=torch.int32)
     fill_schedule(schedule, torch.tensor(p.seq_lens, dtype=torch.int32), p.q_len, p.capacity, None, plan)

@@ -15,7 +15,8 @@ RUNG = "step08_dflash2"
 
 
 class Machine(NamedTuple):
-    """What a device is: 10 * major + minor of its compute capability, its processors, and whether sm_90's kernels run on it.
+    """What a device is: 10 * major + minor of its compute capability, its processors, and whether sm_90's kernels run
+    on it.
 
     A CPU has a Hopper's capability, so that the interpreter walks a Hopper's tiles, and few processors.
     """
@@ -34,8 +35,8 @@ def machine(device):
 def device_code(q, module="portable.prefill_kernel", name="q"):
     """The module of Triton kernels that runs on the device of q, or None for the eager path.
 
-    CUDA: the kernels. A CPU: the kernels when TRITON_INTERPRET is set, but for bfloat16, which the interpreter multiplies
-    wrongly; else PyTorch, as on any other device.
+    CUDA: the kernels. A CPU: the kernels when TRITON_INTERPRET is set, but for bfloat16, which the interpreter
+    multiplies wrongly; else PyTorch, as on any other device.
     """
     device_type = q.device.type
     if device_type != "cuda":

@@ -1,7 +1,7 @@
 """Step 08 in plain PyTorch: the same semantics as the kernels, vectorised, for tensors on a CPU without Triton.
 
-Every function takes the arguments of the public entry of its name, already checked, and computes in float32. ``right`` is
-how many keys after its own position a query sees: None is 0 under a causal mask and all without one.
+Every function takes the arguments of the public entry of its name, already checked, and computes in float32. ``right``
+is how many keys after its own position a query sees: None is 0 under a causal mask and all without one.
 """
 
 import torch
@@ -9,7 +9,9 @@ import torch
 MAX_SCORES = 1 << 24  # float32 scores held at a time
 
 
-def attention(q, k, v, *, causal=False, scale, windows=None, softcap=0.0, sinks=None, return_lse=False, out=None, right=None):
+def attention(
+    q, k, v, *, causal=False, scale, windows=None, softcap=0.0, sinks=None, return_lse=False, out=None, right=None
+):
     """As ``dflash2_attention``: (B, Hq, Sq, Dv), and with return_lse (B, Hq, Sq) float32."""
     out = q.new_empty(*q.shape[:3], v.shape[3]) if out is None else out
     lse = q.new_empty(q.shape[:3], dtype=torch.float32) if return_lse else None
@@ -48,10 +50,12 @@ def paged_prefill(
 
 def decode(
     q, k_cache, v_cache, block_table, seq_lens, *,
-    causal=True, scale, windows=None, softcap=0.0, sinks=None, num_kv_splits=None, return_lse=False, out=None, workspace=None,
+    causal=True, scale, windows=None, softcap=0.0, sinks=None, num_kv_splits=None, return_lse=False, out=None,
+    workspace=None,
     right=None,
 ):  # fmt: skip
-    """As ``dflash2_decode``: the shape of q with Dv columns, and with return_lse (B, Hq, q_len) float32, (B, Hq) for 3-D q."""
+    """As ``dflash2_decode``: the shape of q with Dv columns, and with return_lse (B, Hq, q_len) float32, (B, Hq) for
+    3-D q."""
     one_token = q.ndim == 3
     out = q.new_empty(*q.shape[:-1], v_cache.shape[3]) if out is None else out
     some_q, some_out = (x[:, :, None] if one_token else x.transpose(1, 2) for x in (q, out))
@@ -65,7 +69,8 @@ def decode(
 
 def mla_decode(
     q, latent_cache, block_table, seq_lens, *,
-    scale, head_dim_v=512, causal=True, windows=None, softcap=0.0, sinks=None, num_kv_splits=None, return_lse=False, out=None,
+    scale, head_dim_v=512, causal=True, windows=None, softcap=0.0, sinks=None, num_kv_splits=None, return_lse=False,
+    out=None,
     workspace=None, right=None,
 ):  # fmt: skip
     """As ``dflash2_mla_decode``: every head reads one latent key, whose first ``head_dim_v`` columns are the value."""
@@ -86,7 +91,8 @@ def _packed_results(q, head_dim_v, out, return_lse):
 
 
 def _gather(k_cache, v_cache, block_table, seq_lens):
-    """The pages of every sequence side by side: k (B, Hkv, N, D), v, and lengths (B,), -1 where no page holds the length.
+    """The pages of every sequence side by side: k (B, Hkv, N, D), v, and lengths (B,), -1 where no page holds the
+    length.
 
     N is the longest length; what lies behind a shorter one is whatever the first page holds, for the caller to hide.
     """
@@ -103,10 +109,11 @@ def _gather(k_cache, v_cache, block_table, seq_lens):
 
 
 def _attend(q, k, v, out, lse, lengths, right, scale, windows, softcap, sinks):
-    """Attention of q (B, Hq, Sq, D) over k (B, Hkv, N, D), v (B, Hkv, N, Dv), into out (B, Hq, Sq, Dv) and lse (B, Hq, Sq).
+    """Attention of q (B, Hq, Sq, D) over k (B, Hkv, N, D), v (B, Hkv, N, Dv), into out (B, Hq, Sq, Dv) and lse (B, Hq,
+    Sq).
 
-    lengths: (B,) keys of each sequence, of which -1 asks for NaN; None when all have N. Rows are taken some at a time, and
-    keys that none of them sees are neither multiplied nor looked at.
+    lengths: (B,) keys of each sequence, of which -1 asks for NaN; None when all have N. Rows are taken some at a time,
+    and keys that none of them sees are neither multiplied nor looked at.
     """
     (batch, num_heads, seqlen_q, _), (_, num_kv_heads, seqlen_k, _) = q.shape, v.shape
     if not out.numel():
@@ -141,7 +148,9 @@ def _attend(q, k, v, out, lse, lengths, right, scale, windows, softcap, sinks):
         if sinks is not None:
             total = total + torch.exp(extra - finite_top)
         row_lse = top + torch.log(total.masked_fill(total == 0, 1.0))
-        result = (probs.flatten(2, 3) @ some_v).unflatten(2, (group, -1)) / total.masked_fill(total == 0, 1.0)[..., None]
+        result = (probs.flatten(2, 3) @ some_v).unflatten(2, (group, -1)) / total.masked_fill(total == 0, 1.0)[
+            ..., None
+        ]
         if lengths is not None:
             lost = (lengths < 0).view(-1, 1, 1, 1)
             result, row_lse = result.masked_fill(lost[..., None], float("nan")), row_lse.masked_fill(lost, float("nan"))

@@ -19,13 +19,14 @@ OPTIONS = ("windows", "softcap", "sinks", "right", "page_size", "ragged", "retur
 
 
 def explain(
-    problem, *, windows=None, softcap=0.0, sinks=False, right=None, page_size=0, ragged=False, return_lse=False, device=None
+    problem, *, windows=None, softcap=0.0, sinks=False, right=None, page_size=0, ragged=False, return_lse=False,
+    device=None
 ):  # fmt: skip
     """What step 08 does with a problem, in words: which kernel, which tiles, how many programs, and why.
 
     Args:
-        problem: shapes as ``ladder.lab.problem.AttentionProblem`` has them (B, Hq, Hkv, Sq, Sk, D, Dv, causal, dtype), or
-            as ``ladder.lab.decode_problem.DecodeProblem`` (q_len, page_size, lengths) for decode.
+        problem: shapes as ``ladder.lab.problem.AttentionProblem`` has them (B, Hq, Hkv, Sq, Sk, D, Dv, causal, dtype),
+            or as ``ladder.lab.decode_problem.DecodeProblem`` (q_len, page_size, lengths) for decode.
         windows, softcap, right: as the call is given them. sinks: whether it has learned sinks.
         page_size: K and V lie in pages of that many tokens; 0: they do not. ragged: packed sequences; pages imply it.
         return_lse: as in a call. device: where it would run; None is the GPU when there is one, else the CPU.
@@ -34,7 +35,8 @@ def explain(
         A few sentences, one a line. Nothing is launched.
 
     Raises:
-        TypeError, ValueError: naming the argument, what came and what is wanted. NotImplementedError: head sizes above 256.
+        TypeError, ValueError: naming the argument, what came and what is wanted. NotImplementedError: head sizes above
+        256.
     """
     device = _device(device)
     _check_problem("problem", problem)
@@ -49,7 +51,7 @@ def explain(
     lines = [f"Prefill of {p.B} x {p.Hq} heads on {p.Hkv}, {p.Sq} queries on {p.Sk} keys, head size {p.D}"
              + (f"/{p.Dv}" if p.Dv != p.D else "") + f", {p.dtype}{', causal' if right == 0 else ''}"
              + (f", {right} keys to the right" if right else "") + (f", {windows!r}" if windows is not None else "")
-             + (f", softcap {softcap}" if softcap else "") + (", learned sinks" if sinks else "") + (f", pages of {page_size}" if paged else ", packed" if ragged else "") + "."]  # fmt: skip
+             + (f", softcap {softcap}" if softcap else "") + (", learned sinks" if sinks else "") + (f", pages of {page_size}" if paged else ", packed" if ragged else "") + "."]  # fmt: skip  # noqa: E501
     if device_code(torch.empty(0, dtype=q.dtype, device=device)) is None:
         return "\n".join([*lines, f"Path: eager PyTorch in float32, because {_why_eager(device)}."])
     decision = decide(_call_of(p, q, k, v, ragged, page_size, right, windows, softcap), device)
@@ -61,12 +63,19 @@ def explain(
     lines.append(f"Kernel: dflash2_prefill, portable Triton, on {_where(device)}{why}")
     pack, block_m, block_n = config["PACK"], config["BLOCK_M"], config["BLOCK_N"]
     block_t = block_m // pack
-    rows = f"{block_m} rows, {block_t} queries of {pack} heads that share K and V," if pack > 1 else f"{block_m} queries"
-    lines.append(f"Tiles: {rows} by {block_n} keys, {config['num_warps']} warps, {config['num_stages']} stages of loads under way.")
+    rows = (
+        f"{block_m} rows, {block_t} queries of {pack} heads that share K and V," if pack > 1 else f"{block_m} queries"
+    )
+    lines.append(
+        f"Tiles: {rows} by {block_n} keys, {config['num_warps']} warps, {config['num_stages']} stages of loads under "
+        f"way."
+    )
     if config["TAIL_D"]:
         lines.append(f"A head of {p.D} is {config['BLOCK_D']} + {config['TAIL_D']} columns, not the next power of two.")
     row_tiles = p.Sq // block_t * p.B + p.B if ragged else -(-p.Sq // block_t) * p.B
-    lines.append(f"Programs: {row_tiles * (p.Hq // pack)}, one a tile of queries; no keys are split, so no second pass.")
+    lines.append(
+        f"Programs: {row_tiles * (p.Hq // pack)}, one a tile of queries; no keys are split, so no second pass."
+    )
 
     def visits(mask):
         count, tiles = mask.visited_tiles(p.Sq, p.Sk, False, block_t, block_n, right=right)
@@ -83,11 +92,15 @@ def explain(
 
 
 def _explain_decode(p, windows, softcap, sinks, device):
-    windows, softcap, _ = check_options((torch.empty(0, device="meta"),), p.Hq, True, windows, softcap, None, False, None)
+    windows, softcap, _ = check_options(
+        (torch.empty(0, device="meta"),), p.Hq, True, windows, softcap, None, False, None
+    )
     dtype = getattr(torch, p.dtype)
-    words = [w for w, on in (("windows", windows is not None), ("softcap", softcap > 0), ("learned sinks", sinks)) if on]
-    lines = [f"Decode of {p.B} x {p.q_len} new tokens, {p.Hq} heads on {p.Hkv}, head size {p.D}" + (f"/{p.Dv}" if p.Dv != p.D else "")
-             + f", {p.dtype}, pages of {p.page_size}" + (", a latent cache whose first columns are the value" if p.latent else "")
+    words = [
+        w for w, on in (("windows", windows is not None), ("softcap", softcap > 0), ("learned sinks", sinks)) if on
+    ]
+    lines = [f"Decode of {p.B} x {p.q_len} new tokens, {p.Hq} heads on {p.Hkv}, head size {p.D}" + (f"/{p.Dv}" if p.Dv != p.D else "")  # noqa: E501
+             + f", {p.dtype}, pages of {p.page_size}" + (", a latent cache whose first columns are the value" if p.latent else "")  # noqa: E501
              + "".join(f", {w}" for w in words) + "."]  # fmt: skip
     if device_code(torch.empty(0, dtype=dtype, device=device)) is None:
         return "\n".join([*lines, f"Path: eager PyTorch in float32, because {_why_eager(device)}."])
@@ -97,19 +110,27 @@ def _explain_decode(p, windows, softcap, sinks, device):
     call = decode_call(q, cache, v_cache, out, p.capacity, latent=p.latent, windows=windows, softcap=softcap)
     decision = decide(call, device)
     if decision.kernel != "dflash2_decode":
-        return "\n".join([*lines, *(hopper_mla.describe_mla if p.latent else hopper_decode.describe_decode)(p, decision.plan)])
+        return "\n".join(
+            [*lines, *(hopper_mla.describe_mla if p.latent else hopper_decode.describe_decode)(p, decision.plan)]
+        )
     plan, _ = decision.plan
     tiles, rows = plan.config, p.q_len * (p.Hq // p.Hkv)
     why = f", because of sm_90's kernel: {decision.why_not}." if decision.why_not else "."
     lines.append(f"Kernel: dflash2_decode, portable Triton, on {_where(device)}{why}")
-    lines.append(f"Tiles: {tiles['BLOCK_M']} rows for the {rows} of a KV head ({p.q_len} tokens x {p.Hq // p.Hkv} heads), so K and V are read "
-                 f"{plan.row_tiles} x, by {tiles['BLOCK_N']} keys, {tiles['num_warps']} warps, {tiles['num_stages']} stages.")  # fmt: skip
+    lines.append(f"Tiles: {tiles['BLOCK_M']} rows for the {rows} of a KV head ({p.q_len} tokens x {p.Hq // p.Hkv} "
+        f"heads), so K and V are read "
+                 f"{plan.row_tiles} x, by {tiles['BLOCK_N']} keys, {tiles['num_warps']} warps, {tiles['num_stages']} "
+                 f"stages.")  # fmt: skip
     programs = p.Hkv * plan.row_tiles * plan.num_slots
     if plan.kind == FIXED:
-        lines.append(f"Programs: {programs}, one a sequence, KV head and row tile; keys are not split, so nothing is merged.")
+        lines.append(
+            f"Programs: {programs}, one a sequence, KV head and row tile; keys are not split, so nothing is merged."
+        )
     else:
-        lines.append(f"Programs: up to {programs}. The device cuts the batch into about {plan.target} parts of equal length a KV head, no part below "
-                     f"{plan.min_tiles * tiles['BLOCK_N']} keys, and the part of a sequence that finishes last merges the others in the same launch.")  # fmt: skip
+        lines.append(f"Programs: up to {programs}. The device cuts the batch into about {plan.target} parts of equal "
+            f"length a KV head, no part below "
+                     f"{plan.min_tiles * tiles['BLOCK_N']} keys, and the part of a sequence that finishes last merges "
+                     f"the others in the same launch.")  # fmt: skip
     return "\n".join(lines)
 
 
@@ -120,7 +141,11 @@ def _where(device):
 def _why_eager(device):
     if device.type == "cpu" and interpreting():
         return "Triton's interpreter multiplies bfloat16 wrongly, or Triton is not installed"
-    return f"tensors are on {device.type} and Triton's interpreter is off" if device.type == "cpu" else f"tensors are on {device.type}"
+    return (
+        f"tensors are on {device.type} and Triton's interpreter is off"
+        if device.type == "cpu"
+        else f"tensors are on {device.type}"
+    )
 
 
 def warmup(shapes, device=None):
@@ -128,22 +153,25 @@ def warmup(shapes, device=None):
 
     Args:
         shapes: problems as ``explain`` takes them, or pairs (problem, options) with its options, such as
-            ``(AttentionProblem(...), dict(windows=..., page_size=64))``. Lengths count only as far as they choose tiles, splits or mask code.
+            ``(AttentionProblem(...), dict(windows=..., page_size=64))``. Lengths count only as far as they choose
+            tiles, splits or mask code.
         device: as in ``explain``.
 
     Returns:
         How many launches were made. Memory is that of a few hundred tokens a shape, freed again.
 
-    A kernel is compiled for head sizes, dtype, mask features and 16-byte alignment, not for a length or a batch, of which
-    only a few classes differ in code: give lengths of each size that will come. Triton keeps it on disk, so the next process
-    only loads it.
+    A kernel is compiled for head sizes, dtype, mask features and 16-byte alignment, not for a length or a batch, of
+    which only a few classes differ in code: give lengths of each size that will come. Triton keeps it on disk, so the
+    next process only loads it.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what is wanted.
     """
     device, launches = _device(device), 0
     if hasattr(shapes, "dtype") or not hasattr(shapes, "__iter__"):
-        raise TypeError(f"{RUNG}: shapes is a {type(shapes).__name__}; want a list of problems, or of pairs (problem, options)")
+        raise TypeError(
+            f"{RUNG}: shapes is a {type(shapes).__name__}; want a list of problems, or of pairs (problem, options)"
+        )
     for shape in shapes:
         problem, options = shape if isinstance(shape, (tuple, list)) and len(shape) == 2 else (shape, {})
         _check_problem("shapes", problem)
@@ -153,7 +181,9 @@ def warmup(shapes, device=None):
             raise TypeError(f"{RUNG}: shapes holds the option {unknown[0]!r}; want some of {', '.join(OPTIONS)}")
         _check_layout(options.get("sinks", False), options.get("ragged", False), options.get("page_size", 0))
         if hasattr(problem, "q_len"):  # its pages are its own, and its mask ends at its last token
-            _warm_decode(problem, {k: v for k, v in options.items() if k not in ("right", "page_size", "ragged")}, device)
+            _warm_decode(
+                problem, {k: v for k, v in options.items() if k not in ("right", "page_size", "ragged")}, device
+            )
         else:
             _warm_prefill(problem, device, **options)
         launches += 1
@@ -169,10 +199,13 @@ def _warm_prefill(
     ragged = ragged or page_size > 0
     q, k, v = (torch.zeros(x.shape, dtype=x.dtype, device=device) for x in _meta_tensors(short, ragged, page_size))
     options = dict(
-        causal=p.causal, scale=check_scale(RUNG, p.scale, p.D), windows=windows, softcap=softcap, right=right, return_lse=return_lse,
+        causal=p.causal, scale=check_scale(RUNG, p.scale, p.D), windows=windows, softcap=softcap, right=right,
+        return_lse=return_lse,
         sinks=torch.zeros(p.Hq, device=device) if sinks else None,
     )  # fmt: skip
-    cu_q, cu_k, lengths = (torch.tensor(n, dtype=torch.int32, device=device) for n in ([0, short.Sq], [0, short.Sk], [short.Sk]))
+    cu_q, cu_k, lengths = (
+        torch.tensor(n, dtype=torch.int32, device=device) for n in ([0, short.Sq], [0, short.Sk], [short.Sk])
+    )
     table = torch.arange(k.shape[0], dtype=torch.int32, device=device)[None]
     if _warm_hopper(p, q, k, v, (cu_q, cu_k, table, lengths), ragged, page_size, options):
         return
@@ -185,15 +218,30 @@ def _warm_prefill(
 
 
 def _warm_hopper(p, q, k, v, packed, ragged, page_size, options):
-    """Launch the sm_90 kernel on the short tensors in the variant that problem ``p`` takes, which its lengths choose; whether it was."""
+    """Launch the sm_90 kernel on the short tensors in the variant that problem ``p`` takes, which its lengths choose;
+    whether it was."""
     if not (p.B and p.Sq) or device_code(q) is None:
         return False
     options = dict(options)
     return_lse, names = options.pop("return_lse"), ("windows", "softcap", "right")
-    options |= zip(names, check_options((q, k, v), p.Hq, p.causal, options["windows"], options["softcap"], options["sinks"], return_lse, options["right"]))
+    options |= zip(
+        names,
+        check_options(
+            (q, k, v),
+            p.Hq,
+            p.causal,
+            options["windows"],
+            options["softcap"],
+            options["sinks"],
+            return_lse,
+            options["right"],
+        ),
+    )
     ragged = ragged or page_size > 0
     whole = _meta_tensors(p, ragged, page_size)
-    decision = decide(_call_of(p, *whole, ragged, page_size, options["right"], options["windows"], options["softcap"]), q.device)
+    decision = decide(
+        _call_of(p, *whole, ragged, page_size, options["right"], options["windows"], options["softcap"]), q.device
+    )
     if decision.kernel != "dflash2_prefill_hopper":
         return False
     out = q.new_empty(*q.shape[:-1], p.Dv)
@@ -220,7 +268,9 @@ def _warm_decode(p, options, device):
     lengths = torch.full((p.B,), min(p.capacity, p.page_size), dtype=torch.int32, device=device)
     if p.latent:
         cache = torch.zeros(1, p.page_size, p.D, dtype=dtype, device=device)
-        dflash2_mla_decode(q, cache, table, lengths, scale=p.D**-0.5 if p.scale is None else p.scale, head_dim_v=p.Dv, **options)
+        dflash2_mla_decode(
+            q, cache, table, lengths, scale=p.D**-0.5 if p.scale is None else p.scale, head_dim_v=p.Dv, **options
+        )
     else:
         caches = (torch.zeros(1, p.page_size, p.Hkv, n, dtype=dtype, device=device) for n in (p.D, p.Dv))
         dflash2_decode(q, *caches, table, lengths, scale=p.scale, **options)
@@ -253,7 +303,8 @@ def _check_problem(name, problem):
     missing = [field for field in ("B", "Hq", "Hkv", "D", "Dv", "dtype") if not hasattr(problem, field)]
     if missing:
         raise TypeError(
-            f"{RUNG}: {name} {'is' if name == 'problem' else 'holds'} a {type(problem).__name__}, which has no {missing[0]}; "
+            f"{RUNG}: {name} {'is' if name == 'problem' else 'holds'} a {type(problem).__name__}, which has no "
+            f"{missing[0]}; "
             "want an AttentionProblem or a DecodeProblem"
         )
     for field, least in (("B", 0), ("Hq", 1), ("Hkv", 1), ("D", 1), ("Dv", 1), ("Sq", 0), ("Sk", 0), ("q_len", 1)):
@@ -286,4 +337,6 @@ def _device(device):
         raise wrong(f"{RUNG}: device is {device!r}; want 'cpu', 'cuda' or a torch.device") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"{RUNG}: device is {str(device)!r}, and PyTorch sees no GPU; want 'cpu'")
-    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+    )

@@ -1,9 +1,10 @@
-"""torch custom operators of step 08's prefill and decode: what ``torch.compile`` and ``torch.export`` see instead of the Python.
+"""torch custom operators of step 08's prefill and decode: what ``torch.compile`` and ``torch.export`` see instead of
+the Python.
 
-``ladder::dflash2_attention``, ``dflash2_varlen`` and ``dflash2_paged_prefill`` return the output and the log-sum-exp; those that
-end in ``_out``, ``dflash2_decode`` and ``dflash2_mla_decode`` write ``out`` and return the log-sum-exp. It has no elements unless it
-is asked for. Windows travel as ``RangeWindows.flat``, and a workspace as its two tensors. The functions of this module call the
-operators while an entry is being compiled; nobody else has to.
+``ladder::dflash2_attention``, ``dflash2_varlen`` and ``dflash2_paged_prefill`` return the output and the log-sum-exp;
+those that end in ``_out``, ``dflash2_decode`` and ``dflash2_mla_decode`` write ``out`` and return the log-sum-exp. It
+has no elements unless it is asked for. Windows travel as ``RangeWindows.flat``, and a workspace as its two tensors. The
+functions of this module call the operators while an entry is being compiled; nobody else has to.
 """
 
 import torch
@@ -19,25 +20,32 @@ from .windows import RangeWindows
 
 _PREFILL = "bool causal, float? scale, SymInt[]? windows, float softcap, Tensor? sinks, bool return_lse, SymInt? right"
 _DECODE = (
-    "bool causal, SymInt[]? windows, float softcap, Tensor? sinks, SymInt? num_kv_splits, bool return_lse, Tensor(a!) out, "
+    "bool causal, SymInt[]? windows, float softcap, Tensor? sinks, SymInt? num_kv_splits, bool return_lse, Tensor(a!) "
+    "out, "
     "Tensor(b!)? partials, Tensor(c!)? counters, Tensor? schedule"
 )
 _PACKED = "SymInt? max_seqlen_q"
 # name: (what it computes, its arguments)
 _OPERATORS = {
     "attention": (prefill.dense, f"Tensor q, Tensor k, Tensor v, {_PREFILL}"),
-    "varlen": (prefill.varlen, f"Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, {_PACKED}, {_PREFILL}"),
+    "varlen": (
+        prefill.varlen,
+        f"Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, {_PACKED}, {_PREFILL}",
+    ),
     "paged_prefill": (
         prefill.paged_prefill,
-        f"Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, Tensor cu_seqlens_q, {_PACKED}, {_PREFILL}",
+        f"Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, Tensor cu_seqlens_q, "
+        f"{_PACKED}, {_PREFILL}",
     ),
     "decode": (
         decoding.paged_decode,
-        f"Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, {_DECODE.replace(', ', ', float? scale, ', 1)}",
+        f"Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, "
+        f"{_DECODE.replace(', ', ', float? scale, ', 1)}",
     ),
     "mla_decode": (
         decoding.mla_decode,
-        f"Tensor q, Tensor latent_cache, Tensor block_table, Tensor seq_lens, float scale, SymInt head_dim_v, {_DECODE}",
+        f"Tensor q, Tensor latent_cache, Tensor block_table, Tensor seq_lens, float scale, SymInt head_dim_v, "
+        f"{_DECODE}",
     ),
 }
 for _name in ("attention", "varlen", "paged_prefill"):
@@ -87,7 +95,11 @@ def _define(name, run, schema):
         given = dict(zip(names, args))
         q = given["q"]
         lse = q.new_empty(_lse_shape(name, q) if given["return_lse"] else 0, dtype=torch.float32)
-        return lse if writes_out else (q.new_empty(*q.shape[:-1], given["v" if "v" in given else "v_cache"].shape[-1]), lse)
+        return (
+            lse
+            if writes_out
+            else (q.new_empty(*q.shape[:-1], given["v" if "v" in given else "v_cache"].shape[-1]), lse)
+        )
 
     written = [n for n in ("out", "partials", "counters") if n in names]
     results = "Tensor" if writes_out else "(Tensor, Tensor)"
@@ -101,7 +113,8 @@ for _name, (_run, _schema) in _OPERATORS.items():
         _define(_name, _run, _schema)
 
 
-# What an entry calls while it is compiled: an operator checks its arguments when it runs, these refuse what it cannot be told.
+# What an entry calls while it is compiled: an operator checks its arguments when it runs, these refuse what it cannot
+# be told.
 
 
 def _flat(windows):
@@ -132,7 +145,8 @@ def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **op
 def paged_prefill(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, **options):
     """``prefill.paged_prefill`` through its operators."""
     return _prefill(
-        "paged_prefill", q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q,
+        "paged_prefill", q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=max_seqlen_q, **options,
     )  # fmt: skip
 

@@ -44,7 +44,9 @@ def varlen(
     options = dict(scale=scale, windows=windows, softcap=softcap, sinks=sinks, right=right)
     kernels = device_code(q)
     if kernels is None:
-        return eager.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal, return_lse=return_lse, out=out, **options)
+        return eager.varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal, return_lse=return_lse, out=out, **options
+        )
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32) if return_lse else None
     if out.numel():
         packed = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q)
@@ -69,7 +71,16 @@ def paged_prefill(
     kernels = device_code(q)
     if kernels is None:
         return eager.paged_prefill(
-            q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, causal=causal, return_lse=return_lse, out=out, **options
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            seq_lens,
+            cu_seqlens_q,
+            causal=causal,
+            return_lse=return_lse,
+            out=out,
+            **options,
         )
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32) if return_lse else None
     if out.numel():
@@ -82,7 +93,8 @@ def _launch(
     kernels, q, k, v, out, lse, *, causal, scale, windows, softcap, sinks, right,
     cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, seq_lens=None, max_seqlen_q=None,
 ):  # fmt: skip
-    """Launch the kernel that ``decide`` chooses on checked arguments; q packed when there is cu_seqlens_q, K in pages with a table."""
+    """Launch the kernel that ``decide`` chooses on checked arguments; q packed when there is cu_seqlens_q, K in pages
+    with a table."""
     ragged, paged = cu_seqlens_q is not None, block_table is not None
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
     num_heads, num_kv_heads = q.shape[1], k.shape[2] if paged else k.shape[1]
@@ -90,13 +102,25 @@ def _launch(
     num_seqs = cu_seqlens_q.shape[0] - 1 if ragged else None
     capacity = block_table.shape[1] * page_size if paged else None
     call = prefill_call(
-        q, k, v, out, right=right, windows=windows, softcap=softcap, scale=scale, num_seqs=num_seqs, capacity=capacity, longest=max_seqlen_q
+        q,
+        k,
+        v,
+        out,
+        right=right,
+        windows=windows,
+        softcap=softcap,
+        scale=scale,
+        num_seqs=num_seqs,
+        capacity=capacity,
+        longest=max_seqlen_q,
     )
     decision = decide(call, q.device)
     if decision.kernel == "dflash2_prefill_hopper":
         hopper_prefill.launch_prefill(
-            q, k, v, out, lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=block_table, seq_lens=seq_lens,
-            max_seqlen_q=max_seqlen_q, causal=causal, right=right, scale=scale, windows=windows, softcap=softcap, sinks=sinks,
+            q, k, v, out, lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=block_table,
+            seq_lens=seq_lens,
+            max_seqlen_q=max_seqlen_q, causal=causal, right=right, scale=scale, windows=windows, softcap=softcap,
+            sinks=sinks,
             plan=decision.plan,
         )  # fmt: skip
         return
@@ -104,7 +128,13 @@ def _launch(
     block_t = config["BLOCK_M"] // config["PACK"]
     sign, scale_log2, cap_scale = scale_factors(scale, softcap)
     if ragged:
-        num_tiles, batch, seqlen_q, lse_stride, seqlen_k = q.shape[0] // block_t + num_seqs, 1, 0, q.shape[0], capacity or 0
+        num_tiles, batch, seqlen_q, lse_stride, seqlen_k = (
+            q.shape[0] // block_t + num_seqs,
+            1,
+            0,
+            q.shape[0],
+            capacity or 0,
+        )
         q_strides, out_strides = ((0, x.stride(1), x.stride(0), x.stride(2)) for x in (q, out))
     else:
         batch, _, seqlen_q, _ = q.shape
@@ -122,10 +152,12 @@ def _launch(
             None if windows is None else windows.table(q.device), sinks,
             *q_strides, *k_strides, *v_strides, *out_strides, *(block_table.stride() if paged else (0, 0)),
             0 if sinks is None else sinks.stride(0),
-            num_tiles, num_heads, num_heads // num_kv_heads, num_seqs, seqlen_q, seqlen_k, lse_stride, right or 0, scale_log2, cap_scale,
+            num_tiles, num_heads, num_heads // num_kv_heads, num_seqs, seqlen_q, seqlen_k, lse_stride, right or 0,
+            scale_log2, cap_scale,
             HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, PAGE_SIZE=page_size,
             CAUSAL=right == 0, HAS_RIGHT=right is not None, NUM_RANGES=0 if windows is None else len(windows),
-            SOFTCAP=softcap_kind(softcap, q.dtype), HAS_SINKS=sinks is not None, SIGN=sign, HAS_LSE=lse is not None, RAGGED=ragged, **config,
+            SOFTCAP=softcap_kind(softcap, q.dtype), HAS_SINKS=sinks is not None, SIGN=sign, HAS_LSE=lse is not None,
+            RAGGED=ragged, **config,
         )  # fmt: skip
 
 

@@ -10,18 +10,20 @@ from .tiles import FIXED, block_b, frozen, plan_decode, reach_of
 
 
 def get_decode_schedule(
-    seq_lens, *, num_heads, num_kv_heads, head_dim, head_dim_v=None, page_size, max_seq_len, q_len=1, dtype=torch.bfloat16,
+    seq_lens, *, num_heads, num_kv_heads, head_dim, head_dim_v=None, page_size, max_seq_len, q_len=1,
+    dtype=torch.bfloat16,
     windows=None, out=None, config=None,
 ):  # fmt: skip
     """Cut a batch into parts of about equal length, once for the calls of all layers.
 
     Without it every program of a call does this for itself, which costs less than one more launch, but adds up over
-    layers. It stays valid for other lengths: the numbers are right, only less evenly spread. Calls with a schedule take the
-    portable kernel; those of sm_90 find their work at next to no cost, so without one they are the faster ones there.
+    layers. It stays valid for other lengths: the numbers are right, only less evenly spread. Calls with a schedule take
+    the portable kernel; those of sm_90 find their work at next to no cost, so without one they are the faster ones
+    there.
 
     Args:
-        seq_lens: (B,) int32. num_heads, num_kv_heads, head_dim, head_dim_v, page_size, q_len, dtype, windows: of the calls;
-            head_dim_v None is head_dim. MLA's are num_kv_heads = 1, head_dim = 576, head_dim_v = 512.
+        seq_lens: (B,) int32. num_heads, num_kv_heads, head_dim, head_dim_v, page_size, q_len, dtype, windows: of the
+            calls; head_dim_v None is head_dim. MLA's are num_kv_heads = 1, head_dim = 576, head_dim_v = 512.
         max_seq_len: keys that a row of the block table can address, max_pages * page_size.
         out: int32 tensor for the result, as an earlier call with the same arguments but other lengths returned it. None
             allocates.
@@ -40,7 +42,9 @@ def get_decode_schedule(
     if not seq_lens.is_contiguous():
         raise ValueError(f"{RUNG}: seq_lens has stride {seq_lens.stride(0)}; want a contiguous tensor")
     sizes = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size, q_len=q_len)
-    num_heads, num_kv_heads, head_dim, page_size, q_len = (check_integer(RUNG, name, value, 1) for name, value in sizes.items())
+    num_heads, num_kv_heads, head_dim, page_size, q_len = (
+        check_integer(RUNG, name, value, 1) for name, value in sizes.items()
+    )
     head_dim_v = head_dim if head_dim_v is None else check_integer(RUNG, "head_dim_v", head_dim_v, 1)
     max_seq_len = check_integer(RUNG, "max_seq_len", max_seq_len, 0)
     if num_heads % num_kv_heads:
@@ -53,9 +57,11 @@ def get_decode_schedule(
     if seq_lens.is_meta:
         raise ValueError(f"{RUNG}: seq_lens is on meta; want a tensor with elements, on a CUDA device or a CPU")
     device, batch = seq_lens.device, seq_lens.shape[0]
-    latent = num_kv_heads == 1 and head_dim_v < head_dim <= 2 * head_dim_v  # as MLA's is; other tensors so shaped get the same tiles
+    # as MLA's is; other tensors so shaped get the same tiles
+    latent = num_kv_heads == 1 and head_dim_v < head_dim <= 2 * head_dim_v
     plan = plan_decode(
-        batch, q_len, num_heads // num_kv_heads, num_kv_heads, head_dim, head_dim_v, page_size, max_seq_len, dtype.itemsize,
+        batch, q_len, num_heads // num_kv_heads, num_kv_heads, head_dim, head_dim_v, page_size, max_seq_len,
+        dtype.itemsize,
         machine(device).arch, machine(device).processors, latent, None, reach_of(windows, q_len), frozen(config),
     )  # fmt: skip
     if out is None:
@@ -78,7 +84,8 @@ def launch_schedule(kernels, schedule, seq_lens, q_len, capacity, windows, plan)
         kernels.dflash2_schedule[(plan.num_slots,)](
             schedule, seq_lens, None if windows is None else windows.table(seq_lens.device), batch, q_len, capacity,
             plan.target, plan.most, plan.min_tiles,
-            NUM_RANGES=0 if windows is None else len(windows), BLOCK_N=plan.config["BLOCK_N"], BLOCK_B=block_b(batch), num_warps=2,
+            NUM_RANGES=0 if windows is None else len(windows), BLOCK_N=plan.config["BLOCK_N"], BLOCK_B=block_b(batch),
+            num_warps=2,
         )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""How a call of step 08 is cut: tiles from a table for each architecture, the splits of decode, and the numbers of a launch."""
+"""How a call of step 08 is cut: tiles from a table for each architecture, the splits of decode, and the numbers of a
+launch."""
 
 import functools
 from typing import NamedTuple
@@ -21,7 +22,8 @@ SEQUENCES_AT_A_TIME = 1024  # of the batch that a program's search looks at
 
 @functools.lru_cache(maxsize=4096)
 def launch_config(
-    head_dim, head_dim_v, itemsize, arch, page_size=0, ragged=False, group=1, tokens=None, most_tokens=None, num_ranges=0, softcap=False
+    head_dim, head_dim_v, itemsize, arch, page_size=0, ragged=False, group=1, tokens=None, most_tokens=None,
+    num_ranges=0, softcap=False
 ):  # fmt: skip
     """Launch parameters of ``dflash2_prefill``: step 07's measured tiles, fitted to short chunks and to masks.
 
@@ -55,9 +57,13 @@ def launch_config(
         # A chunk shorter than a tile fills it with the heads of its group, which then load K and V together.
         pack = next(p for p in range(min(group, config["BLOCK_M"]), 0, -1) if group % p == 0)
     if most_tokens is not None and most_tokens * pack < config["BLOCK_M"]:
-        block_m = max(16, 1 << (max(1, most_tokens) * pack - 1).bit_length())  # a tile holds the heads of a token, whatever the bound
+        # a tile holds the heads of a token, whatever the bound
+        block_m = max(16, 1 << (max(1, most_tokens) * pack - 1).bit_length())
         if block_m <= 32:  # few rows: memory binds, so small programs with more loads under way
-            config.update(BLOCK_M=block_m, BLOCK_N=min(config["BLOCK_N"], 32), num_warps=4, num_stages=config["num_stages"] + (itemsize == 2))
+            config.update(
+                BLOCK_M=block_m, BLOCK_N=min(config["BLOCK_N"], 32), num_warps=4,
+                num_stages=config["num_stages"] + (itemsize == 2),
+            )  # fmt: skip
         elif block_m < config["BLOCK_M"]:
             config.update(BLOCK_M=block_m, BLOCK_N=min(config["BLOCK_N"], 64), num_warps=4)
     return {**config, "PACK": pack}
@@ -66,7 +72,10 @@ def launch_config(
 @functools.lru_cache(maxsize=4096)
 def layout_of(dtype, aligned, k_strides, v_strides, head_dim, head_dim_v):
     """``layout`` of step 07 for tensors of these strides; aligned: whether k and v begin at multiples of 16 bytes."""
-    k, v = (torch.empty_strided((*[1] * (len(s) - 1), d), s, dtype=dtype, device="meta") for s, d in ((k_strides, head_dim), (v_strides, head_dim_v)))
+    k, v = (
+        torch.empty_strided((*[1] * (len(s) - 1), d), s, dtype=dtype, device="meta")
+        for s, d in ((k_strides, head_dim), (v_strides, head_dim_v))
+    )
     found = layout(k, v)
     return found if aligned else {**found, "ALIGNED": 0}
 
@@ -81,17 +90,19 @@ def scale_factors(scale, softcap):
 
 
 def softcap_kind(softcap, dtype):
-    """What a kernel does about a softcap: 0 nothing, 1 a tanh that is exact to a unit of 1, 2 one that is exact where it is small.
+    """What a kernel does about a softcap: 0 nothing, 1 a tanh that is exact to a unit of 1, 2 one that is exact where
+    it is small.
 
-    The cap multiplies the error of its tanh, 1e-7: up to ``LARGE_SOFTCAP`` no 16-bit result shows that. Models' caps are 30 and 50.
+    The cap multiplies the error of its tanh, 1e-7: up to ``LARGE_SOFTCAP`` no 16-bit result shows that. Models' caps
+    are 30 and 50.
     """
     return 0 if softcap == 0 else 1 if softcap <= LARGE_SOFTCAP and dtype != torch.float32 else 2
 
 
 class DecodePlan(NamedTuple):
-    """How a call is launched. kind: FIXED or FOUND. num_slots: programs of a KV head's row tile. num_splits: of a sequence
-    when FIXED. target, most: splits of the batch, see ``dflash2_chunk``. min_tiles: least tiles of a split. merge: tile of
-    the merge. apart: the schedule is found by a launch of its own.
+    """How a call is launched. kind: FIXED or FOUND. num_slots: programs of a KV head's row tile. num_splits: of a
+    sequence when FIXED. target, most: splits of the batch, see ``dflash2_chunk``. min_tiles: least tiles of a split.
+    merge: tile of the merge. apart: the schedule is found by a launch of its own.
     """
 
     config: dict
@@ -108,7 +119,8 @@ class DecodePlan(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def plan_decode(
-    batch, q_len, group, num_kv_heads, head_dim, head_dim_v, page_size, capacity, itemsize, arch, num_processors, latent,
+    batch, q_len, group, num_kv_heads, head_dim, head_dim_v, page_size, capacity, itemsize, arch, num_processors,
+    latent,
     num_kv_splits, reach, config,
 ):  # fmt: skip
     rows = q_len * group
@@ -132,7 +144,9 @@ def plan_decode(
     most_tiles = -(-keys // config["BLOCK_N"]) + 2 * (reach < capacity)  # a window may begin and end within a tile
     if num_kv_splits is not None:
         num_kv_splits = min(num_kv_splits, max(1, most_tiles))  # no sequence has more
-        return DecodePlan(config, row_tiles, FIXED, batch * num_kv_splits, num_kv_splits, target, most, min_tiles, merge, False)
+        return DecodePlan(
+            config, row_tiles, FIXED, batch * num_kv_splits, num_kv_splits, target, most, min_tiles, merge, False
+        )
     of_one = max(1, (2 * most_tiles + min_tiles) // (2 * min_tiles))
     num_slots = min(target, of_one) if batch == 1 else min(most + batch, batch * of_one)
     if of_one == 1 or target == 1 and batch == 1:
@@ -150,15 +164,18 @@ def decode_config(head_dim, head_dim_v, rows, page_size, itemsize, arch, latent=
             has to keep its memory busy alone.
 
     Returns:
-        A dict of launch parameters, and: programs_per_sm, the programs per processor that the batch is cut into when its
-        lengths are about equal; most_per_sm, when they are not; min_split_keys, fewest keys of a split; merge_registers,
-        float32 values of partial outputs that a thread of the merge has under way; schedule_apart, to find the schedule by
-        a launch of its own, for a kernel that has no register left for it.
+        A dict of launch parameters, and: programs_per_sm, the programs per processor that the batch is cut into when
+        its lengths are about equal; most_per_sm, when they are not; min_split_keys, fewest keys of a split;
+        merge_registers, float32 values of partial outputs that a thread of the merge has under way; schedule_apart, to
+        find the schedule by a launch of its own, for a kernel that has no register left for it.
     """
     block_d, tail_d = split_head(head_dim)
     block_dv = max(32, 1 << (head_dim_v - 1).bit_length())
     if latent:
-        block_d, tail_d = head_dim_v, max(16, 1 << (head_dim - head_dim_v - 1).bit_length()) if head_dim > head_dim_v else 0
+        block_d, tail_d = (
+            head_dim_v,
+            max(16, 1 << (head_dim - head_dim_v - 1).bit_length()) if head_dim > head_dim_v else 0,
+        )
     widest = max(block_d + tail_d, block_dv)
     block_m = max(16, min(64, 1 << (max(1, rows) - 1).bit_length()))
     programs_per_sm, most_per_sm = 2, 16
@@ -166,14 +183,18 @@ def decode_config(head_dim, head_dim_v, rows, page_size, itemsize, arch, latent=
         block_m, block_n = 16, 32 if widest <= 64 else 16
         num_warps, num_stages = 4 if widest <= 128 else 8 if widest <= 256 else 16, 1
     elif widest > 256:
-        block_n, num_warps, num_stages = (32, 4, 5 if arch == 90 else 3) if block_m == 16 else (32 if block_m == 32 else 64, 8, 2)
-        # Two programs of 16 rows and two tiles of 37 KB share a processor; one of 64 rows fills its memory and registers.
+        block_n, num_warps, num_stages = (
+            (32, 4, 5 if arch == 90 else 3) if block_m == 16 else (32 if block_m == 32 else 64, 8, 2)
+        )
+        # Two programs of 16 rows and two tiles of 37 KB share a processor; one of 64 rows fills its memory and
+        # registers.
         programs_per_sm, most_per_sm = (2, 8) if block_m <= 32 else (1, 4)
         if arch != 90:  # half the rows: the accumulator of 64 x 512 fits no other register file
             block_m, block_n, num_warps, num_stages = min(block_m, 32), 32, 8, 2
     elif block_m == 16 and widest <= 128:  # small programs, several to a processor
         block_n, num_warps, num_stages = 64 if few or widest <= 64 else 32, 2, 4
-        if block_n * widest > 4096 and arch in SMALL_SHARED:  # four tiles of 32 KB, less the one computed, and Q are too much
+        # four tiles of 32 KB, less the one computed, and Q are too much
+        if block_n * widest > 4096 and arch in SMALL_SHARED:
             num_stages = 3
         programs_per_sm = 4  # measured on an H200: 8 x 32k .87 of the read limit, with two .82
     else:

@@ -15,8 +15,8 @@ class Range(NamedTuple):
     """Queries at positions start <= p < stop see the first ``sink`` keys and the ``window`` newest up to themselves.
 
     start, stop: positions in tokens, negative ones counted from the end of the sequence's keys, as in slices; a stop of
-        None is the end. sink: first keys that stay visible. window: a window of W is the keys p - W + 1 .. p, the query's
-        own included; None: all.
+        None is the end. sink: first keys that stay visible. window: a window of W is the keys p - W + 1 .. p, the
+        query's own included; None: all.
     """
 
     start: int
@@ -42,14 +42,15 @@ class RangeWindows:
     p - window < j, and in either case only keys at or before p under a causal mask. Without one the window limits the
     left side alone.
 
-    Immutable, hashable, equal when the ranges are. In a sequence so short that a range counted from its end reaches into
-    one counted from its start, the earlier one counts.
+    Immutable, hashable, equal when the ranges are. In a sequence so short that a range counted from its end reaches
+    into one counted from its start, the earlier one counts.
 
     Args:
         ranges: up to 8 ``Range``, or tuples of their fields, in any order.
 
     Raises:
-        TypeError, ValueError: a field that is no integer or out of bounds, an empty range, ranges that overlap, too many.
+        TypeError, ValueError: a field that is no integer or out of bounds, an empty range, ranges that overlap, too
+        many.
 
     Source: sliding windows are section 3.1 of Beltagy et al., "Longformer"; first tokens kept as sinks are section 3 of
     Xiao et al., "Efficient Streaming Language Models with Attention Sinks".
@@ -65,11 +66,14 @@ class RangeWindows:
             raise ValueError(f"{RUNG}: ranges has {len(checked)} entries; want at most {MAX_RANGES}")
         for a, b in zip(checked, checked[1:]):
             if _in_a_long_sequence(a.stop) > _in_a_long_sequence(b.start):
-                raise ValueError(f"{RUNG}: ranges {tuple(a)} and {tuple(b)} overlap; want each position in one range at most")
+                raise ValueError(
+                    f"{RUNG}: ranges {tuple(a)} and {tuple(b)} overlap; want each position in one range at most"
+                )
         object.__setattr__(self, "ranges", tuple(checked))
         object.__setattr__(self, "_flat", tuple(
             n for r in checked for n in (
-                r.start, UNLIMITED if r.stop is None else r.stop, r.sink, UNLIMITED if r.window is None else r.window - 1
+                r.start, UNLIMITED if r.stop is None else r.stop, r.sink,
+                UNLIMITED if r.window is None else r.window - 1
             )
         ))  # fmt: skip
 
@@ -142,12 +146,15 @@ class RangeWindows:
         sink, left = torch.zeros_like(position), torch.full_like(position, UNLIMITED)
         for i in range(len(self._flat) - 4, -1, -4):  # backwards, so that the earlier of two counts
             start, stop, some_sink, some_left = self._flat[i : i + 4]
-            inside = (position >= (start if start >= 0 else start + seqlen_k)) & (position < (stop if stop >= 0 else stop + seqlen_k))
+            inside = (position >= (start if start >= 0 else start + seqlen_k)) & (
+                position < (stop if stop >= 0 else stop + seqlen_k)
+            )
             sink, left = torch.where(inside, some_sink, sink), torch.where(inside, some_left, left)
         return sink, left
 
     def visible(self, Sq, Sk, causal=False, right=None, device="cpu"):
-        """The mask as a bool tensor (Sq, Sk): True where the query sees the key. The definition, not the way to compute.
+        """The mask as a bool tensor (Sq, Sk): True where the query sees the key. The definition, not the way to
+        compute.
 
         right: keys after its own position that a query sees; None is 0 under a causal mask and all without one.
 
@@ -187,12 +194,15 @@ class RangeWindows:
             sink_end = min(first, -(-min(end, int(some_sink.max())) // block_n))
             sink_whole = min(sink_end, min(whole, int(some_sink.min())) // block_n)
             tiles += [(tile, n, False) for n in (*range(sink_whole), *range(body, body_end))]
-            tiles += [(tile, n, True) for n in (*range(sink_whole, sink_end), *range(first, body), *range(body_end, last))]
+            tiles += [
+                (tile, n, True) for n in (*range(sink_whole, sink_end), *range(first, body), *range(body_end, last))
+            ]
         return VisitedTiles(len(tiles), tiles)
 
     @outside_autocast
     def attention_mass(self, q, k, causal=True, scale=None, rows=64, seed=0, per_head=False):
-        """How much probability these windows drop: the mean over sampled rows of what full attention gives to hidden keys.
+        """How much probability these windows drop: the mean over sampled rows of what full attention gives to hidden
+        keys.
 
         Args:
             q: (B, Hq, Sq, D). k: (B, Hkv, Sk, D). causal, scale: as in attention.

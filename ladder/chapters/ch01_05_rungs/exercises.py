@@ -42,7 +42,8 @@ _exercise(
     (
         "exp(89) overflows float32. The softmax does not change when the same number is taken off all scores of a row.",
         "Take off the row maximum, so that the largest exponent is 0. Which row has no finite maximum?",
-        "m = scores.amax(-1, keepdim=True); replace -inf by 0 in m; e = exp(scores - m); divide by the sum, but by 1 where it is 0.",
+        "m = scores.amax(-1, keepdim=True); replace -inf by 0 in m; e = exp(scores - m); divide by the sum, but by 1 "
+        "where it is 0.",
     ),
     _softmax_visible, _softmax_strict, "ladder.chapters.ch01_05_rungs.solutions:safe_softmax",
 )  # fmt: skip
@@ -76,9 +77,11 @@ def _traffic_strict(answer):
 _exercise(
     "01b", "Count the bytes",
     (
-        "Walk through the five lines of the rung: scale, product, (mask), softmax, product. What does each load, what does each store?",
+        "Walk through the five lines of the rung: scale, product, (mask), softmax, product. What does each load, what "
+        "does each store?",
         "Scaling loads and stores Q. The first product loads the scaled Q and K, and stores the scores.",
-        "Scores: 1 stored + (2 for the mask) + 2 for the softmax + 1 loaded. Q-sized: 2 for scaling, 1 loaded by the product, 1 for the output. K and V: 1 each.",
+        "Scores: 1 stored + (2 for the mask) + 2 for the softmax + 1 loaded. Q-sized: 2 for scaling, 1 loaded by the "
+        "product, 1 for the output. K and V: 1 each.",
     ),
     _traffic_visible, _traffic_strict, "ladder.chapters.ch01_05_rungs.solutions:naive_bytes",
 )  # fmt: skip
@@ -107,7 +110,8 @@ _exercise(
     (
         "The maximum over all keys is the maximum of the maxima of the tiles.",
         "Which number is no larger than any score, so that the first tile always wins?",
-        "m = full(Sq, -inf); for k0 in range(0, Sk, tile_k): m = maximum(m, (q @ k[k0:k0 + tile_k].T).amax(-1)). Slices end by themselves at Sk.",
+        "m = full(Sq, -inf); for k0 in range(0, Sk, tile_k): m = maximum(m, (q @ k[k0:k0 + tile_k].T).amax(-1)). "
+        "Slices end by themselves at Sk.",
     ),
     _row_max_visible, _row_max_strict, "ladder.chapters.ch01_05_rungs.solutions:tiled_row_max",
 )  # fmt: skip
@@ -139,7 +143,8 @@ _exercise(
     (
         "Once the maximum is known, every tile can be turned into exponentials on its own. What is left to add up?",
         "Two things: the sum of the exponentials, and their product with the tile's values. Divide at the very end.",
-        "acc += exp(s - m) @ v_tile; total += exp(s - m).sum(-1); out = acc / total. Convert the tiles to float32 first.",
+        "acc += exp(s - m) @ v_tile; total += exp(s - m).sum(-1); out = acc / total. Convert the tiles to float32 "
+        "first.",
     ),
     _two_pass_visible, _two_pass_strict, "ladder.chapters.ch01_05_rungs.solutions:two_pass",
 )  # fmt: skip
@@ -193,9 +198,11 @@ def _fold_strict(answer):
 _exercise(
     "03a", "Fold a tile",
     (
-        "l and acc were made with exponentials that subtracted the old maximum. What must they be multiplied by if the new one is subtracted?",
+        "l and acc were made with exponentials that subtracted the old maximum. What must they be multiplied by if the "
+        "new one is subtracted?",
         "exp(s - m_new) = exp(s - m_old) * exp(m_old - m_new). Both l and acc need the factor.",
-        "m_new = maximum(m, scores.amax(-1)); use 0 where it is -inf; r = exp(m - m_new); p = exp(scores - m_new); l * r + p.sum(-1), acc * r + p @ v.",
+        "m_new = maximum(m, scores.amax(-1)); use 0 where it is -inf; r = exp(m - m_new); p = exp(scores - m_new); l * "
+        "r + p.sum(-1), acc * r + p @ v.",
     ),
     _fold_visible, _fold_strict, "ladder.chapters.ch01_05_rungs.solutions:fold",
 )  # fmt: skip
@@ -231,9 +238,11 @@ def _merge_strict(answer):
 _exercise(
     "03b", "Merge two halves",
     (
-        "A part's share of the whole is its sum of exponentials over the total: exp(lse_part) / (exp(lse_a) + exp(lse_b)).",
+        "A part's share of the whole is its sum of exponentials over the total: exp(lse_part) / (exp(lse_a) + "
+        "exp(lse_b)).",
         "exp(300) overflows. Take the larger log-sum-exp off both first. What if both are -inf?",
-        "m = maximum(lse_a, lse_b), 0 where -inf; w = exp(lse - m) for each; out = (w_a * out_a + w_b * out_b) / (w_a + w_b, or 1 where 0); lse = m + log(w_a + w_b).",
+        "m = maximum(lse_a, lse_b), 0 where -inf; w = exp(lse - m) for each; out = (w_a * out_a + w_b * out_b) / (w_a "
+        "+ w_b, or 1 where 0); lse = m + log(w_a + w_b).",
     ),
     _merge_visible, _merge_strict, "ladder.chapters.ch01_05_rungs.solutions:merge",
 )  # fmt: skip
@@ -253,7 +262,8 @@ def _hidden_case(answer, seqlen_q, seqlen_k):
     if not torch.equal(got, want):
         i, j = (got != want).nonzero()[0].tolist()
         raise NotYet(
-            f"Sq = {seqlen_q}, Sk = {seqlen_k}: query {i} and key {j} are {'hidden' if got[i, j] else 'visible'}; want the opposite"
+            f"Sq = {seqlen_q}, Sk = {seqlen_k}: query {i} and key {j} are {'hidden' if got[i, j] else 'visible'}; want "
+            f"the opposite"
         )
 
 
@@ -302,7 +312,8 @@ _exercise(
     "04b", "Share K without copying it",
     (
         "Heads 0 .. G-1 read KV head 0, the next G read KV head 1. They are neighbours in memory already.",
-        "A product does not care whether its rows come from one head or from G heads. Broadcasting in @ copies, though.",
+        "A product does not care whether its rows come from one head or from G heads. Broadcasting in @ copies, "
+        "though.",
         "q.reshape(Hkv, G * Sq, D) @ k.transpose(-2, -1), then view the result as (Hq, Sq, Sk).",
     ),
     _grouped_visible, _grouped_strict, "ladder.chapters.ch01_05_rungs.solutions:grouped_scores",
@@ -389,9 +400,11 @@ def _scale_strict(kernel):
 _exercise(
     "05a", "A first program",
     (
-        "Program p owns elements p * BLOCK to (p + 1) * BLOCK - 1. tl.program_id(0) is p, tl.arange(0, BLOCK) counts within it.",
+        "Program p owns elements p * BLOCK to (p + 1) * BLOCK - 1. tl.program_id(0) is p, tl.arange(0, BLOCK) counts "
+        "within it.",
         "Pointers are numbers: x_ptr + offsets is a block of BLOCK addresses. What does the last program point at?",
-        "offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK); inside = offsets < n; load and store with mask=inside.",
+        "offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK); inside = offsets < n; load and store with "
+        "mask=inside.",
     ),
     _scale_visible, _scale_strict, "ladder.chapters.ch01_05_rungs.solutions_triton:scale_kernel",
 )  # fmt: skip
@@ -420,7 +433,8 @@ _exercise(
     (
         "A row's address is x_ptr + row * stride_row; its columns are stride_col apart, which need not be 1.",
         "Columns at or past n need a value that cannot change the maximum or the sum.",
-        "x = tl.load(x_ptr + row * stride_row + cols * stride_col, mask=cols < n, other=-inf); e = tl.exp(x - tl.max(x, 0)); store e / tl.sum(e, 0) at out_ptr + row * n + cols.",
+        "x = tl.load(x_ptr + row * stride_row + cols * stride_col, mask=cols < n, other=-inf); e = tl.exp(x - "
+        "tl.max(x, 0)); store e / tl.sum(e, 0) at out_ptr + row * n + cols.",
     ),
     _rows_visible, _rows_strict, "ladder.chapters.ch01_05_rungs.solutions_triton:row_softmax_kernel",
 )  # fmt: skip
@@ -455,9 +469,13 @@ def _attend_strict(kernel):
 _exercise(
     "05c", "A whole fused kernel",
     (
-        "It is exercise 03a in a loop: load a K tile, scores, fold, load a V tile. State lives in m, l and acc, in registers.",
-        "The last tile runs past the last key: mask its loads and set those scores to -inf. Mask V too: 0 x NaN is NaN.",
-        "k = tl.load(k_ptr + keys[None, :] * HEAD_DIM + dims[:, None], mask=(keys < seqlen_k)[None, :], other=0.); s = tl.where((keys < seqlen_k)[None, :], tl.dot(q, k, input_precision='ieee') * scale, -inf); then fold as in 03a.",
+        "It is exercise 03a in a loop: load a K tile, scores, fold, load a V tile. State lives in m, l and acc, in "
+        "registers.",
+        "The last tile runs past the last key: mask its loads and set those scores to -inf. Mask V too: 0 x NaN is "
+        "NaN.",
+        "k = tl.load(k_ptr + keys[None, :] * HEAD_DIM + dims[:, None], mask=(keys < seqlen_k)[None, :], other=0.); s = "
+        "tl.where((keys < seqlen_k)[None, :], tl.dot(q, k, input_precision='ieee') * scale, -inf); then fold as in "
+        "03a.",
     ),
     _attend_visible, _attend_strict, "ladder.chapters.ch01_05_rungs.solutions_triton:attend_kernel",
 )  # fmt: skip

@@ -1,4 +1,5 @@
-"""One right answer to each exercise of chapters 01 to 04. Try first: ``ladder.chapters.ch01_05_rungs.exercises.hint`` gives away less."""
+"""One right answer to each exercise of chapters 01 to 04. Try first: ``ladder.chapters.ch01_05_rungs.exercises.hint``
+gives away less."""
 
 import torch
 
@@ -44,7 +45,8 @@ def two_pass(q, k, v, tile_k):
 
 
 def fold(m, l, acc, scores, v):  # noqa: E741
-    """Fold scores (R, T) and values v (T, Dv) into the running maximum m (R,), sum l (R,) and accumulator acc (R, Dv)."""
+    """Fold scores (R, T) and values v (T, Dv) into the running maximum m (R,), sum l (R,) and accumulator acc (R,
+    Dv)."""
     new_m = torch.maximum(m, scores.amax(dim=-1))
     finite = new_m.masked_fill(new_m == float("-inf"), 0.0)
     rescale = torch.exp(m - finite)

@@ -227,7 +227,8 @@ def memory_picture(upto, lengths=(128, 256, 512, 1024, 2048)):
     curves = memory_curves(upto, lengths, **tiles)
     growth = {number: peaks[-1] / peaks[-2] for _, _, peaks, number in curves}
     note = (
-        f"Measured on this CPU: 4 heads of 32 in float16, tiles of {tiles['tile_q']} x {tiles['tile_k']}. Look at the slopes: "
+        f"Measured on this CPU: 4 heads of 32 in float16, tiles of {tiles['tile_q']} x {tiles['tile_k']}. Look at the "
+        f"slopes: "
         "S x S multiplies by 4 whenever S doubles; a tile does not grow at all, and an output doubles."
     )
     factors = ", ".join(f"{find(n).name} x {factor:.1f}" for n, factor in growth.items())
@@ -265,7 +266,9 @@ def recorded_memory(doc, upto):
     longest = max(curves[0][1]), max(max(c[1]) for c in curves)
     note = f"One sequence, 16 heads of 128, bf16; {results.caption(doc)}."
     if longest[0] < longest[1]:
-        note += f" Look at where the first line ends: beyond {plots.tokens(longest[0])} tokens step 01 ran out of memory."
+        note += (
+            f" Look at where the first line ends: beyond {plots.tokens(longest[0])} tokens step 01 ran out of memory."
+        )
     return plots.Picture(
         plots.memory_curves(curves, note=note), f"recorded peak memory of {len(curves)} rungs"
     )

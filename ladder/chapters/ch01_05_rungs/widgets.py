@@ -179,7 +179,8 @@ class OnlineSoftmaxExplorer(Explorer):
         for n, step in enumerate(steps):
             out = float(step.acc) / float(step.row_sum)
             lines.append(
-                f"tile {n}: rescale {float(step.rescale):.4f}, m = {float(step.row_max):.2f}, l = {float(step.row_sum):.4f}, "
+                f"tile {n}: rescale {float(step.rescale):.4f}, m = {float(step.row_max):.2f}, l = "
+                f"{float(step.row_sum):.4f}, "
                 f"acc = {float(step.acc):.4f}, acc / l = {out:.4f}"
             )
         exact = float(torch.softmax(torch.tensor(scores[:seen]), 0) @ self.values.flatten()[:seen].double())
@@ -231,7 +232,8 @@ class TileMapExplorer(Explorer):
         )
         computed = counts["whole"] + counts["cut"]
         text = (
-            f"{counts['whole']} whole, {counts['cut']} cut, {counts['skipped']} skipped: {computed} of {sum(counts.values())} tiles computed. "
+            f"{counts['whole']} whole, {counts['cut']} cut, {counts['skipped']} skipped: {computed} of "
+            f"{sum(counts.values())} tiles computed. "
             f"Visible pairs {visible:,}; pairs in computed tiles {pairs:,}"
         )
         text += f", so {100 * (1 - visible / pairs):.0f} % of the arithmetic is masked away." if pairs else "."
@@ -271,7 +273,8 @@ class NaiveCostExplorer(Explorer):
         flops = 4 * h * s * s * d  # the naive rung computes the hidden half of a causal square too
         return {
             "matrix": 2 * h * s * s, "moved": moved, "flops": flops, "inputs": problem.min_bytes,
-            "memory_ms": moved / self.limits["read_tbs"] / 1e9, "compute_ms": flops / self.limits["matmul_tflops"] / 1e9,
+            "memory_ms": moved / self.limits["read_tbs"] / 1e9,
+            "compute_ms": flops / self.limits["matmul_tflops"] / 1e9,
         }  # fmt: skip
 
     def draw(self):
@@ -490,7 +493,9 @@ class LaunchExplorer(Explorer):
         if row["shared"] > self.SHARED:
             verdict = "does not launch: more shared memory than a program may have"
         elif row["spill_loads"] + row["spill_stores"] + row["local"]:
-            verdict = f"spills: {row['spill_stores']} stores to and {row['spill_loads']} loads from local memory in the code"
+            verdict = (
+                f"spills: {row['spill_stores']} stores to and {row['spill_loads']} loads from local memory in the code"
+            )
         else:
             n = self.programs_per_sm(row)
             verdict = f"no spills; {n} program{'s' if n != 1 else ''} of {row['case']['num_warps']} warps on each SM"
@@ -498,6 +503,7 @@ class LaunchExplorer(Explorer):
         text = (
             f"{row['registers']} registers a thread, {row['shared'] / 1024:.0f} KiB shared: {verdict}.<br>"
             f"Products use {unit} instructions: {row['hgmma']} HGMMA, {row['hmma']} HMMA in the code. "
-            f"({self.doc['machine']['triton'] and 'Triton ' + self.doc['machine']['triton']}, sm_90, {self.doc['recorded'][:10]})"
+            f"({self.doc['machine']['triton'] and 'Triton ' + self.doc['machine']['triton']}, sm_90, "
+            f"{self.doc['recorded'][:10]})"
         )
         return figure, text

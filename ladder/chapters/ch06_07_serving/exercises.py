@@ -96,7 +96,8 @@ _exercise(
     (
         "exp(lse) of a split is the sum of its exponentials: the weight that its normalised part deserves.",
         "Subtract the largest lse before exp, as softmax does. What must happen where it is -inf?",
-        "w = exp(lses - top); out = (w[..., None] * parts).sum(0) / w.sum(0)[:, None]; lse = top + log(w.sum(0)). 0 x NaN is NaN: replace parts where w is 0.",
+        "w = exp(lses - top); out = (w[..., None] * parts).sum(0) / w.sum(0)[:, None]; lse = top + log(w.sum(0)). 0 x "
+        "NaN is NaN: replace parts where w is 0.",
     ),
     _splits_visible, _splits_strict, "ladder.chapters.ch06_07_serving.solutions:merge_splits",
 )  # fmt: skip
@@ -117,7 +118,9 @@ def _fewest_visible(answer):
 
 
 def _fewest_strict(answer):
-    for case in ((8, 264, 64), (264, 264, 8), (270, 264, 1), (300, 264, 4), (1, 264, 3), (512, 264, 8), (2048, 264, 64)):
+    for case in (
+        (8, 264, 64), (264, 264, 8), (270, 264, 1), (300, 264, 4), (1, 264, 3), (512, 264, 8), (2048, 264, 64),
+    ):  # fmt: skip
         _fewest_case(answer, *case)
 
 
@@ -126,7 +129,8 @@ _exercise(
     (
         "n splits make n * num_tasks programs. They run in waves of ``slots``; the last wave may be nearly empty.",
         "filled(n) = programs / (waves * slots), waves = programs / slots rounded up. Try n = 1, 2, ... in order.",
-        "return the first n with filled(n) >= 0.85; if there is none up to ``most``, the n that fills most (the first of equals).",
+        "return the first n with filled(n) >= 0.85; if there is none up to ``most``, the n that fills most (the first "
+        "of equals).",
     ),
     _fewest_visible, _fewest_strict, "ladder.chapters.ch06_07_serving.solutions:fewest_splits",
 )  # fmt: skip
@@ -156,15 +160,19 @@ def _group_visible(answer):
 def _group_strict(answer):
     _group_case(answer, [[3, 1], [3, 1], [1, 3], [3, 1]], 5, "experts that nobody chose")
     _group_case(answer, [[0, -1], [2, 0], [-1, -1]], 3, "ids of -1: dropped by the router")
-    _group_case(answer, [[(7 * t + 3 * c) % 4 for c in range(3)] for t in range(40)], 4, "120 assignments: stable order")
+    _group_case(
+        answer, [[(7 * t + 3 * c) % 4 for c in range(3)] for t in range(40)], 4, "120 assignments: stable order"
+    )
 
 
 _exercise(
     "07a", "Sort tokens by expert",
     (
         "Two results: how many assignments each expert has, summed up, and the assignments in expert order.",
-        "torch.bincount counts; cumsum with a 0 in front gives offsets. A sort by expert must be stable: equal experts keep token order.",
-        "ids = expert_ids.flatten(); order = torch.sort(ids, stable=True).indices; drop those whose id is outside 0 .. num_experts - 1.",
+        "torch.bincount counts; cumsum with a 0 in front gives offsets. A sort by expert must be stable: equal experts "
+        "keep token order.",
+        "ids = expert_ids.flatten(); order = torch.sort(ids, stable=True).indices; drop those whose id is outside 0 .. "
+        "num_experts - 1.",
     ),
     _group_visible, _group_strict, "ladder.chapters.ch06_07_serving.solutions:group",
 )  # fmt: skip
@@ -193,7 +201,8 @@ def _tiles_strict(answer):
 _exercise(
     "07b", "A tile for each real row, none for padding",
     (
-        "Expert e owns rows offsets[e] .. offsets[e + 1] - 1. A tile belongs to one expert: it multiplies with one weight.",
+        "Expert e owns rows offsets[e] .. offsets[e + 1] - 1. A tile belongs to one expert: it multiplies with one "
+        "weight.",
         "An expert of n rows needs ceil(n / block_rows) tiles, so one with no row needs none.",
         "[(e, r) for e in range(experts) for r in range(offsets[e], offsets[e + 1], block_rows)], with plain integers.",
     ),
@@ -217,13 +226,16 @@ def _absorb_strict(answer):
     _absorb_case(answer, 3, 16, 8, 1, "a latent smaller than a head")
     args = _absorb_case(answer, 8, 32, 64, 512, "8 heads, latent of 64, 512 tokens")
     need = 4 * (8 * 512 + 2 * 8 * 64)
-    _held(answer, args, 2 * need, f"the scores take {4 * 8 * 512:,}; keys of every head would take {4 * 8 * 512 * 32:,}")
+    _held(
+        answer, args, 2 * need, f"the scores take {4 * 8 * 512:,}; keys of every head would take {4 * 8 * 512 * 32:,}"
+    )
 
 
 _exercise(
     "07c", "Absorb the projection",
     (
-        "Head h's key of token s is w[h] @ latent[s]. Its score is q[h] . (w[h] @ latent[s]): a product of three; where can brackets go?",
+        "Head h's key of token s is w[h] @ latent[s]. Its score is q[h] . (w[h] @ latent[s]): a product of three; "
+        "where can brackets go?",
         "(q[h] @ w[h]) is one vector of the latent's size for each head, made once a step and not once a token.",
         "torch.bmm(q[:, None], w)[:, 0] @ latent.T: (H, L) times (L, S).",
     ),

@@ -1,6 +1,7 @@
 """What chapters 06 and 07 do the same way: recorded decode, parity on a paged cache, experts, what each rung accepts.
 
-As in ``ladder.chapters.ch01_05_rungs.tables``, text that goes into an output holds booleans, shapes and recorded numbers only.
+As in ``ladder.chapters.ch01_05_rungs.tables``, text that goes into an output holds booleans, shapes and recorded
+numbers only.
 """
 
 import os
@@ -20,7 +21,8 @@ from ladder.lab.problem import AttentionProblem, reference
 from ladder.rungs import RUNGS, find
 
 RECORD = "step07_dflash1"
-# Head layouts that people serve, from the published configurations: layers, KV heads, and numbers a token keeps a layer.
+# Head layouts that people serve, from the published configurations: layers, KV heads, and numbers a token keeps a
+# layer.
 LAYOUTS = {
     "MHA: 32 layers, 32 KV heads (Llama-2-7B)": (32, 2 * 32 * 128),
     "GQA: 32 layers, 8 KV heads (Llama-3-8B)": (32, 2 * 8 * 128),
@@ -53,7 +55,8 @@ def numbers(remeasure=False):
 
 
 def decode_problems():
-    """{label: DecodeProblem} of the table of decode cells: 32 query and 8 KV heads of 128, one new token, pages of 64."""
+    """{label: DecodeProblem} of the table of decode cells: 32 query and 8 KV heads of 128, one new token, pages of
+    64."""
     return {label(problem): problem for problem in cells.decode_problems()}
 
 
@@ -90,7 +93,10 @@ def speed(doc, upto, problems=None):
     problems = problems or decode_problems()
     rungs = [rung for rung in RUNGS[5:upto]]
     heads = " | ".join(f"{r.number:02d} us | {r.number:02d} TB/s | of the read limit" for r in rungs)
-    lines = [f"| batch x context | K and V | {heads} | best peer | its us |", "|:--|--:|" + "--:|--:|--:|" * len(rungs) + ":--|--:|"]
+    lines = [
+        f"| batch x context | K and V | {heads} | best peer | its us |",
+        "|:--|--:|" + "--:|--:|--:|" * len(rungs) + ":--|--:|",
+    ]
     for name, problem in problems.items():
         cells = []
         for rung in rungs:
@@ -104,8 +110,10 @@ def speed(doc, upto, problems=None):
         cells += [implementation_title(best), us(peers[best])] if best else ["-", "-"]
         lines.append(f"| {name} | {plots.size(problem.kv_bytes)} | {' | '.join(cells)} |")
     note = (
-        f"{results.caption(doc)}; medians of CUDA-graph launches with a cold L2. The rungs read pages; the peers read the same "
-        "numbers from contiguous memory. The read limit is what a plain reading kernel reached in the same run; a kernel may "
+        f"{results.caption(doc)}; medians of CUDA-graph launches with a cold L2. The rungs read pages; the peers read "
+        f"the same "
+        "numbers from contiguous memory. The read limit is what a plain reading kernel reached in the same run; a "
+        "kernel may "
         "exceed it by a per cent or two."
     )
     if any("does not support paged KV" in failure["error"] for failure in doc.get("failures", ())):
@@ -120,7 +128,9 @@ def speed_bars(doc, upto, name, note="", title=""):
     entries = []
     for rung in RUNGS[5:upto]:
         if (entry := row(doc, rung.name, problem)) is not None:
-            entries.append((f"{rung.number:02d} {rung.title}", 1e3 * entry["ms"]["median"], plots.RUNG_COLOURS[rung.number]))
+            entries.append(
+                (f"{rung.number:02d} {rung.title}", 1e3 * entry["ms"]["median"], plots.RUNG_COLOURS[rung.number])
+            )
     highlight = entries[-1][0]
     for peer, entry in peers_of(doc, problem).items():
         entries.append((f"{implementation_title(peer)}, no pages", 1e3 * entry["ms"]["median"], plots.PALE))
@@ -169,7 +179,9 @@ def by_step_05(problem, inputs):
     rows = []
     for b in range(problem.B):
         k, v = inputs.sequence(b)
-        rows.append(attention(inputs.q[b : b + 1].transpose(1, 2), k, v, causal=True, scale=problem.scale).transpose(1, 2))
+        rows.append(
+            attention(inputs.q[b : b + 1].transpose(1, 2), k, v, causal=True, scale=problem.scale).transpose(1, 2)
+        )
     return torch.cat(rows)
 
 
@@ -193,7 +205,8 @@ def parity(number):
         verdict = oracle.check(out, lse)
         word = "within budget" if verdict else f"**FAILS**: {verdict.reason}"
         lines.append(
-            f"| {name}, {problem.dtype} | `{tuple(inputs.q.shape)}` | `{tuple(inputs.k_cache.shape)}` | {word} | {agrees} |"
+            f"| {name}, {problem.dtype} | `{tuple(inputs.q.shape)}` | `{tuple(inputs.k_cache.shape)}` | {word} | "
+            f"{agrees} |"
         )
     return Markdown("\n".join(lines))
 
@@ -204,13 +217,15 @@ def parity(number):
 def cache_table(context=131072, memory=100e9):
     """Bytes of cache of published head layouts, and how many sequences of ``context`` tokens ``memory`` bytes hold."""
     lines = [
-        f"| attention | a token, a layer | a token | {plots.tokens(context)} tokens | sequences in {plots.size(memory)} |",
+        f"| attention | a token, a layer | a token | {plots.tokens(context)} tokens | sequences in "
+        f"{plots.size(memory)} |",
         "|:--|--:|--:|--:|--:|",
     ]
     for name, (layers, width) in LAYOUTS.items():
         token = 2 * width * layers
         lines.append(
-            f"| {name} | {2 * width:,} B | {plots.size(token)} | {plots.size(token * context)} | {memory / (token * context):.1f} |"
+            f"| {name} | {2 * width:,} B | {plots.size(token)} | {plots.size(token * context)} | "
+            f"{memory / (token * context):.1f} |"
         )
     lines.append("\n*bf16, 2 bytes a number; arithmetic, nothing measured.*")
     return Markdown("\n".join(lines))
@@ -249,7 +264,8 @@ def _calls():
 
 
 def try_heads(attention, num_heads, num_kv_heads, head_dim, head_dim_v, latent=False):
-    """Call ``attention`` on 3 queries and 5 keys: None when its answer is the float64 oracle's, else what a user sees."""
+    """Call ``attention`` on 3 queries and 5 keys: None when its answer is the float64 oracle's, else what a user
+    sees."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, num_heads, 3, head_dim, generator=generator)
     k = torch.randn(1, num_kv_heads, 5, head_dim, generator=generator)
@@ -329,7 +345,11 @@ def prefill_ratios(doc):
 def mla(doc):
     """Recorded absorbed MLA decode, as a Markdown table: rate of the latent cache, and TFLOP/s."""
     limits = doc["limits"]
-    lines = ["| batch x context, heads | latent cache | FLOPs a byte | us | TB/s | TFLOP/s | of the binding limit | best peer, us |", "|:--|" + "--:|" * 7]
+    lines = [
+        "| batch x context, heads | latent cache | FLOPs a byte | us | TB/s | TFLOP/s | of the binding limit | best "
+        "peer, us |",
+        "|:--|" + "--:|" * 7,
+    ]
     for name, problem in mla_problems().items():
         entry = row(doc, RECORD, problem)
         if entry is None:
@@ -341,7 +361,8 @@ def mla(doc):
         best = min(peers.values(), key=lambda e: e["ms"]["median"]) if peers else None
         peer = f"{implementation_title(best['impl'])}, {us(best)}" if best else "-"
         lines.append(
-            f"| {name} | {plots.size(problem.kv_bytes)} | {intensity:.0f} | {us(entry)} | {entry['tbs']:.2f} | {speed:.0f} "
+            f"| {name} | {plots.size(problem.kv_bytes)} | {intensity:.0f} | {us(entry)} | {entry['tbs']:.2f} | "
+            f"{speed:.0f} "
             f"| {100 * speed / roof:.0f} % | {peer} |"
         )
     lines.append(f"\n*{results.caption(doc)}; medians of CUDA-graph launches with a cold L2.*")
@@ -354,7 +375,9 @@ def chunked(doc):
     for entry in results.select(doc, RECORD, mode="chunked"):
         other = results.one(doc, "step07_contiguous", **entry["case"])
         a, b = entry["ms"]["median"], other["ms"]["median"]
-        lines.append(f"| behind {plots.tokens(entry['case']['Sk'])} in all | {a:.3g} | {b:.3g} | {100 * (a / b - 1):+.0f} % |")
+        lines.append(
+            f"| behind {plots.tokens(entry['case']['Sk'])} in all | {a:.3g} | {b:.3g} | {100 * (a / b - 1):+.0f} % |"
+        )
     lines.append(f"\n*{results.caption(doc)}.*")
     return Markdown("\n".join(lines))
 
@@ -366,11 +389,14 @@ def memory_bars(doc):
     for rung in RUNGS[:7]:
         for entry in entries:
             if entry["impl"] == rung.name:
-                bars.append((f"{rung.number:02d} {rung.title}", entry["peak_bytes"] / 1e9, plots.RUNG_COLOURS[rung.number]))
+                bars.append(
+                    (f"{rung.number:02d} {rung.title}", entry["peak_bytes"] / 1e9, plots.RUNG_COLOURS[rung.number])
+                )
     case = entries[0]["case"]
     figure = plots.bars(
         bars, unit="GB on top of the inputs", log=True, title="Peak memory of a 32k prefill", highlight=bars[-1][0],
-        note=f"{case['Hq']} heads of {case['D']}, {plots.tokens(case['Sq'])} tokens, dense, bf16; {results.caption(doc)}. Look at the "
+        note=f"{case['Hq']} heads of {case['D']}, {plots.tokens(case['Sq'])} tokens, dense, bf16; "
+            f"{results.caption(doc)}. Look at the "
         "first bar: the S x S matrix. From 05 on only the output is left.",
     )  # fmt: skip
     return plots.Picture(figure, f"bars: peak memory of {len(bars)} rungs, prefill of 32k tokens")
@@ -388,7 +414,8 @@ def promises(doc):
 def groups(doc):
     """Recorded expert product, compact tiles against experts x capacity, on real routing, as a Markdown table."""
     lines = [
-        "| routing | real rows | padded rows | fewer rows | padded, us | compact, us | faster | gathering too, us | cuBLAS, padded, us | sort, us |",
+        "| routing | real rows | padded rows | fewer rows | padded, us | compact, us | faster | gathering too, us | "
+        "cuBLAS, padded, us | sort, us |",
         "|:--|" + "--:|" * 9,
     ]
     for entry in results.select(doc, "compact", mode="groups"):
@@ -396,12 +423,15 @@ def groups(doc):
         for name in ("compact", "padded", "compact_gather", "bmm_padded", "sort"):
             times[name] = results.one(doc, name, **case)["ms"]["median"]
         lines.append(
-            f"| {case['task']}, layer {case['layer']} | {case['rows']:,} | {case['padded_rows']:,} | {case['padded_rows'] / case['rows']:.2f} x "
-            f"| {1e3 * times['padded']:,.0f} | {1e3 * times['compact']:,.0f} | **{times['padded'] / times['compact']:.2f} x** "
+            f"| {case['task']}, layer {case['layer']} | {case['rows']:,} | {case['padded_rows']:,} | "
+            f"{case['padded_rows'] / case['rows']:.2f} x "
+            f"| {1e3 * times['padded']:,.0f} | {1e3 * times['compact']:,.0f} | "
+            f"**{times['padded'] / times['compact']:.2f} x** "
             f"| {1e3 * times['compact_gather']:,.0f} | {1e3 * times['bmm_padded']:,.0f} | {1e3 * times['sort']:.0f} |"
         )
     lines.append(
-        f"\n*Router choices of DeepSeek-V2-Lite on two kinds of text: 64 experts, top_k 6, a product of 2048 x 1408 an expert, bf16; {results.caption(doc)}.*"
+        f"\n*Router choices of DeepSeek-V2-Lite on two kinds of text: 64 experts, top_k 6, a product of 2048 x 1408 an "
+        f"expert, bf16; {results.caption(doc)}.*"
     )
     return Markdown("\n".join(lines))
 
@@ -416,7 +446,10 @@ def permute_ratio(doc, top_k):
 def permute(doc):
     """Recorded ways to bring attention's output into expert order, as a Markdown table."""
     names = ("attention", "attention_then_permute", "attention_in_expert_order")
-    lines = ["| top_k | attention alone, us | then a permute pass, us | stored in expert order, us | direct is |", "|--:|--:|--:|--:|:--|"]
+    lines = [
+        "| top_k | attention alone, us | then a permute pass, us | stored in expert order, us | direct is |",
+        "|--:|--:|--:|--:|:--|",
+    ]
     for top_k in (1, 6):
         times = [results.one(doc, name, mode="permute", top_k=top_k)["ms"]["median"] for name in names]
         ratio = times[1] / times[2]
@@ -424,7 +457,8 @@ def permute(doc):
         lines.append(f"| {top_k} | {' | '.join(f'{1e3 * t:.0f}' for t in times)} | {verdict} |")
     case = results.one(doc, names[0], mode="permute", top_k=1)["case"]
     lines.append(
-        f"\n*{case['tokens']:,} tokens in {case['sequences']} sequences, {case['Hq']} heads of {case['D']}, 64 experts, bf16; {results.caption(doc)}.*"
+        f"\n*{case['tokens']:,} tokens in {case['sequences']} sequences, {case['Hq']} heads of {case['D']}, 64 "
+        f"experts, bf16; {results.caption(doc)}.*"
     )
     return Markdown("\n".join(lines))
 
@@ -434,7 +468,8 @@ def permute(doc):
 
 @plots.styled
 def packed_rows(group, rows=16):
-    """Rows of decode tiles at one new token: a program for each query head (step 06), and one for the group (step 07)."""
+    """Rows of decode tiles at one new token: a program for each query head (step 06), and one for the group (step
+    07)."""
     from matplotlib.patches import Rectangle
 
     figure, all_axes = plots.canvas(3.0, columns=2, width_ratios=[group, 1.6])
@@ -452,5 +487,5 @@ def packed_rows(group, rows=16):
         axes.set_ylabel(f"{rows} rows of a tile" if count > 1 else "")
         axes.spines[["left", "bottom"]].set_visible(False)
         axes.set_title(title, fontsize=10)
-    note = "Blue: rows with a query. Dotted: rows that the tensor cores multiply for nothing. Look at how often K and V are loaded."
+    note = "Blue: rows with a query. Dotted: rows that the tensor cores multiply for nothing. Look at how often K and V are loaded."  # noqa: E501
     return plots.caption(figure, note)

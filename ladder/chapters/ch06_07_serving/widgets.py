@@ -25,7 +25,9 @@ class CacheFitExplorer(Explorer):
 
     title = "what fits into a KV cache"
 
-    def __init__(self, layout="GQA: 32 layers, 8 KV heads (Llama-3-8B)", typical=2048, longest=32768, page_size=64, pool=40e9):
+    def __init__(
+        self, layout="GQA: 32 layers, 8 KV heads (Llama-3-8B)", typical=2048, longest=32768, page_size=64, pool=40e9
+    ):
         super().__init__()
         self.pool = pool
         self.layout_ = choice("attention", list(serving.LAYOUTS.items()), serving.LAYOUTS[layout])
@@ -56,14 +58,19 @@ class CacheFitExplorer(Explorer):
 
     def draw(self):
         f = self.fits()
-        entries = [("reserve the longest", f["reserved"], plots.ORANGE), (f"pages of {self.page_size.value}", f["paged"], plots.BLUE)]
+        entries = [
+            ("reserve the longest", f["reserved"], plots.ORANGE),
+            (f"pages of {self.page_size.value}", f["paged"], plots.BLUE),
+        ]
         figure = plots.bars(
             [(a, max(b, 1e-9), c) for a, b, c in entries], unit=f"sequences that fit into {plots.size(self.pool)}",
             title="The same pool, two ways to hand it out", highlight=entries[1][0],
         )  # fmt: skip
         text = (
-            f"{plots.size(f['token'])} a token. Of the slots taken, tokens lie in {100 * f['live_reserved']:.0f} % when the longest is "
-            f"reserved and in {100 * f['live_paged']:.1f} % of the pages: {f['reserved']} against {f['paged']} sequences."
+            f"{plots.size(f['token'])} a token. Of the slots taken, tokens lie in {100 * f['live_reserved']:.0f} % "
+            f"when the longest is "
+            f"reserved and in {100 * f['live_paged']:.1f} % of the pages: {f['reserved']} against {f['paged']} "
+            f"sequences."
         )
         return figure, text
 
@@ -95,7 +102,8 @@ class PageExplorer(Explorer):
         self.start([self.event, self.page_size])
 
     def cache(self):
-        """(PagedKVCache after the events, what went wrong or None). A token's key is its position plus 100 x sequence."""
+        """(PagedKVCache after the events, what went wrong or None). A token's key is its position plus 100 x
+        sequence."""
         from ladder.step06_paged import PagedKVCache
 
         size = self.page_size.value
@@ -134,13 +142,22 @@ class PageExplorer(Explorer):
             for slot in range(size):
                 filled = [(s, i) for s, i in held if i * size + slot < lens[s]]
                 live += bool(filled)
-                style = dict(facecolor=COLOURS[filled[0][0]]) if filled else dict(facecolor=plots.PAPER, hatch="...." if held else None)
+                style = (
+                    dict(facecolor=COLOURS[filled[0][0]])
+                    if filled
+                    else dict(facecolor=plots.PAPER, hatch="...." if held else None)
+                )
                 pool.add_patch(Rectangle((slot, page), 1, 0.86, edgecolor=plots.GREY, lw=0.8, **style))
                 if filled:
                     s, i = filled[0]
-                    pool.text(slot + 0.5, page + 0.43, f"{'ABCD'[s]}{i * size + slot}", ha="center", va="center", fontsize=8.5)
+                    pool.text(
+                        slot + 0.5, page + 0.43, f"{'ABCD'[s]}{i * size + slot}", ha="center", va="center", fontsize=8.5
+                    )
             if len(held) > 1:
-                pool.text(size + 0.12, page + 0.43, "shared: " + ", ".join("ABCD"[s] for s, _ in held), va="center", fontsize=8.5)
+                pool.text(
+                    size + 0.12, page + 0.43, "shared: " + ", ".join("ABCD"[s] for s, _ in held), va="center",
+                    fontsize=8.5,
+                )  # fmt: skip
         pool.set(xlim=(-0.05, size * 1.5), ylim=(pages + 0.1, -0.1), xticks=[], yticks=np.arange(pages) + 0.43)
         pool.set_yticklabels(range(pages))
         pool.set_ylabel("page")
@@ -176,7 +193,8 @@ class PageExplorer(Explorer):
 
 
 class SplitExplorer(Explorer):
-    """How many programs a decode step starts, how they fill the processors, and which number of splits the rung chooses.
+    """How many programs a decode step starts, how they fill the processors, and which number of splits the rung
+    chooses.
 
     Numbers come from the rung's own ``choose_num_splits``; "packed" gives one program a KV head, as step 07 does.
     """
@@ -190,7 +208,9 @@ class SplitExplorer(Explorer):
         self.context = choice("context", [(plots.tokens(1 << n), 1 << n) for n in range(8, 18)], context)
         self.num_heads = choice("query heads", (8, 16, 28, 32, 64, 128), num_heads)
         self.num_kv_heads = choice("KV heads", (1, 4, 8), num_kv_heads)
-        self.packed = ipw.Checkbox(value=packed, description="one program a KV head", indent=False, layout=ipw.Layout(width="max-content"))
+        self.packed = ipw.Checkbox(
+            value=packed, description="one program a KV head", indent=False, layout=ipw.Layout(width="max-content")
+        )
         self.splits = slider("splits (0: the rung chooses)", splits, 0, 64)
         self.start([self.batch, self.context, self.num_heads, self.num_kv_heads], [self.splits, self.packed])
 
@@ -230,7 +250,13 @@ class SplitExplorer(Explorer):
         figure, (chip, curve) = plots.canvas(3.1, columns=2, width_ratios=[1, 1.35])
         for p in range(self.processors):
             running = first // self.processors + (p < first % self.processors)
-            style = dict(facecolor=plots.PAPER) if not running else dict(facecolor=plots.SKY) if running == 1 else dict(facecolor=plots.BLUE, hatch="///")
+            style = (
+                dict(facecolor=plots.PAPER)
+                if not running
+                else dict(facecolor=plots.SKY)
+                if running == 1
+                else dict(facecolor=plots.BLUE, hatch="///")
+            )
             chip.add_patch(Rectangle((p % 12, p // 12), 0.86, 0.86, edgecolor=plots.GREY, lw=0.7, **style))
         chip.set(xlim=(-0.2, 12), ylim=(self.processors / 12 + 0.2, -0.2), xticks=[], yticks=[], aspect="equal")
         chip.spines[["left", "bottom"]].set_visible(False)
@@ -240,7 +266,10 @@ class SplitExplorer(Explorer):
         curve.plot(counts, [100 * self.filled(int(n)) for n in counts], color=plots.GREY, lw=1.3)
         enough = 100 * self.rule()[1]
         curve.axhline(enough, color=plots.ORANGE, lw=1.5, ls="--", label=f"{enough:.0f} %: good enough")
-        curve.plot(splits, 100 * self.filled(splits), "o", color=plots.RED, ms=9, mec=plots.INK, label=f"{splits} split{'s' * (splits != 1)}")
+        curve.plot(
+            splits, 100 * self.filled(splits), "o", color=plots.RED, ms=9, mec=plots.INK,
+            label=f"{splits} split{'s' * (splits != 1)}",
+        )  # fmt: skip
         curve.set(xlabel="splits of each sequence", ylabel="% of program slots filled", ylim=(0, 108), xlim=(0, 65))
         curve.grid(True, lw=0.6)
         curve.legend(loc="lower right")
@@ -249,7 +278,8 @@ class SplitExplorer(Explorer):
         text = (
             f"{self.tasks()} programs without splits; x {splits} = {programs}, in {waves} wave{'s' * (waves != 1)} of "
             f"{self.slots} ({self.slots // self.processors} for each processor). Each program reads about "
-            f"{-(-self.context.value // splits):,} keys. Step {'07' if self.packed.value else '06'} itself would choose {self.chosen()}."
+            f"{-(-self.context.value // splits):,} keys. Step {'07' if self.packed.value else '06'} itself would "
+            f"choose {self.chosen()}."
         )
         return figure, text
 
@@ -285,21 +315,31 @@ class GroupedTileExplorer(Explorer):
         counts, block = self.loads(), self.block_rows.value
         tiles = -(-counts // block)
         padded = -(-counts.max() // block) * block * len(counts)
-        return {"real": int(counts.sum()), "compact": int(tiles.sum() * block), "padded": int(padded), "tiles": int(tiles.sum())}
+        return {
+            "real": int(counts.sum()), "compact": int(tiles.sum() * block), "padded": int(padded),
+            "tiles": int(tiles.sum()),
+        }  # fmt: skip
 
     def draw(self):
         counts, block, r = self.loads(), self.block_rows.value, self.rows()
         figure, axes = plots.canvas(3.3)
         x = np.arange(len(counts))
         compact = -(-counts // block) * block
-        axes.bar(x, r["padded"] // len(counts), width=1.0, color=plots.PAPER, edgecolor=plots.PALE, hatch="....", lw=0.3, label="padding up to the capacity")
-        axes.bar(x, compact, width=1.0, color=plots.ORANGE, edgecolor=plots.INK, lw=0.3, hatch="///", label="empty rows of a last tile")
+        axes.bar(
+            x, r["padded"] // len(counts), width=1.0, color=plots.PAPER, edgecolor=plots.PALE, hatch="....", lw=0.3,
+            label="padding up to the capacity",
+        )  # fmt: skip
+        axes.bar(
+            x, compact, width=1.0, color=plots.ORANGE, edgecolor=plots.INK, lw=0.3, hatch="///",
+            label="empty rows of a last tile",
+        )  # fmt: skip
         axes.bar(x, counts, width=1.0, color=plots.SKY, edgecolor=plots.INK, lw=0.3, label="real rows")
         axes.set(xlabel="expert, heaviest first", ylabel="rows", xlim=(-0.6, len(counts) - 0.4))
         axes.legend(loc="upper right", framealpha=0.95, frameon=True)
         axes.set_title("rows that are computed")
         text = (
-            f"{r['real']:,} real rows. Compact: {r['tiles']} tiles, {r['compact']:,} rows, {100 * (1 - r['real'] / r['compact']):.0f} % of them "
+            f"{r['real']:,} real rows. Compact: {r['tiles']} tiles, {r['compact']:,} rows, "
+            f"{100 * (1 - r['real'] / r['compact']):.0f} % of them "
             f"empty. Experts x capacity: {r['padded']:,} rows, {100 * (1 - r['real'] / r['padded']):.0f} % empty, "
             f"{r['padded'] / r['compact']:.1f} x the compact work."
         )
@@ -321,8 +361,15 @@ class DecodeRoofline(Roofline):
 
     def _rows(self, impl=None):
         problem = self.problems[self.case.label]
-        entries = [row for row in results.select(self.doc, impl, **problem.case()) if "ms" in row and not row["impl"].startswith("sweep")]
-        return [{**row, "tflops": problem.flops / row["ms"]["median"] / 1e9, "bytes_moved": problem.min_bytes} for row in entries]
+        entries = [
+            row
+            for row in results.select(self.doc, impl, **problem.case())
+            if "ms" in row and not row["impl"].startswith("sweep")
+        ]
+        return [
+            {**row, "tflops": problem.flops / row["ms"]["median"] / 1e9, "bytes_moved": problem.min_bytes}
+            for row in entries
+        ]
 
     def reach(self):
         return {}  # the bytes are already those that must be read once

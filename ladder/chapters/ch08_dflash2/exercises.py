@@ -40,9 +40,11 @@ def _finish_strict(answer):
 _exercise(
     "08a", "When does the last program finish",
     (
-        "Keep a clock for each program: when it will be free. The next tile goes to the program whose clock is smallest, not to the next in turn.",
+        "Keep a clock for each program: when it will be free. The next tile goes to the program whose clock is "
+        "smallest, not to the next in turn.",
         "Start with programs zeros. For each cost, in the order given: find the smallest clock and add the cost to it.",
-        "A heap keeps the smallest clock in front: heapq.heapreplace(free, free[0] + cost) for each cost; the answer is max(free). With no tiles that is 0.",
+        "A heap keeps the smallest clock in front: heapq.heapreplace(free, free[0] + cost) for each cost; the answer "
+        "is max(free). With no tiles that is 0.",
     ),
     _finish_visible, _finish_strict, "ladder.chapters.ch08_dflash2.solutions:finish",
 )  # fmt: skip
@@ -95,9 +97,12 @@ def _visited_strict(answer):
 _exercise(
     "08b", "Which tiles, and which of them masked",
     (
-        "Row p sees keys p - window + 1 .. p and the keys below sink, as far as p. A tile is visited when any row sees any of its keys, masked unless every row sees all.",
-        "The oldest key of the window that any row sees is first - window + 1, that of the first row. A tile is skipped when it lies after the sinks and before that key.",
-        "For keys k0..k1 of a tile: skip if k0 >= sink and k1 <= first - window. Whole if k1 <= first and one of: k0 > last - window, k1 < sink, or last - window < sink (no hole).",
+        "Row p sees keys p - window + 1 .. p and the keys below sink, as far as p. A tile is visited when any row sees "
+        "any of its keys, masked unless every row sees all.",
+        "The oldest key of the window that any row sees is first - window + 1, that of the first row. A tile is "
+        "skipped when it lies after the sinks and before that key.",
+        "For keys k0..k1 of a tile: skip if k0 >= sink and k1 <= first - window. Whole if k1 <= first and one of: k0 > "
+        "last - window, k1 < sink, or last - window < sink (no hole).",
     ),
     _visited_visible, _visited_strict, "ladder.chapters.ch08_dflash2.solutions:visited",
 )  # fmt: skip
@@ -155,9 +160,12 @@ def _sink_strict(answer):
 _exercise(
     "08c", "A logit without a value",
     (
-        "The sink is one more term exp(sink) in the denominator of the whole row. It belongs to no split, so it is added once, when the splits are merged.",
-        "Treat it as one more split whose lse is ``sink`` and whose output is zero. Subtract the largest lse before the exponentials; where all are -inf subtract 0.",
-        "logits = cat(lses, sink); top = max (0 where -inf); shares = exp(logits - top); total = their sum; out = sum(shares[:-1] * outs) / total (1 where 0); lse = top + log(total).",
+        "The sink is one more term exp(sink) in the denominator of the whole row. It belongs to no split, so it is "
+        "added once, when the splits are merged.",
+        "Treat it as one more split whose lse is ``sink`` and whose output is zero. Subtract the largest lse before "
+        "the exponentials; where all are -inf subtract 0.",
+        "logits = cat(lses, sink); top = max (0 where -inf); shares = exp(logits - top); total = their sum; out = "
+        "sum(shares[:-1] * outs) / total (1 where 0); lse = top + log(total).",
     ),
     _sink_visible, _sink_strict, "ladder.chapters.ch08_dflash2.solutions:merge_with_sink",
 )  # fmt: skip

@@ -29,11 +29,13 @@ def draw_schedule(figure, axes, pieces, programs, colourbar=True):
     end = schedules.makespan(pieces)
     low, high = np.nanmin(image), np.nanmax(image)
     shown = axes.imshow(
-        image, aspect="auto", interpolation="nearest", cmap=colours, extent=(0, end, programs, 0), vmin=min(low, high * 0.999), vmax=high,
+        image, aspect="auto", interpolation="nearest", cmap=colours, extent=(0, end, programs, 0),
+        vmin=min(low, high * 0.999), vmax=high,
     )  # fmt: skip
     ideal = sum(p.tile.steps for p in pieces) / programs
     axes.axvline(ideal, color=plots.RED, lw=1.6, ls="--")
-    axes.annotate("perfect", (ideal, 0), xytext=(-3, -3), textcoords="offset points", ha="right", va="top", fontsize=8.5, color=plots.PAPER,
+    axes.annotate("perfect", (ideal, 0), xytext=(-3, -3), textcoords="offset points", ha="right", va="top",
+                  fontsize=8.5, color=plots.PAPER,
                   bbox=dict(boxstyle="round,pad=0.15", fc=plots.RED, ec="none"))  # fmt: skip
     axes.set(xlabel="time, in tiles of keys", ylabel="program", xlim=(0, end * 1.01), yticks=[0, programs])
     if colourbar:
@@ -67,7 +69,8 @@ def draw_balances(axes, values, chosen):
 
 @plots.styled
 def pipelines(step_clocks, kinds=schedules.PIPELINES, steps=5, title="", note=""):
-    """The first steps of each kind of loop on two lanes, tensor cores and softmax; the share of time the former work."""
+    """The first steps of each kind of loop on two lanes, tensor cores and softmax; the share of time the former
+    work."""
     figure, axes = plots.canvas(1.25 + 1.12 * len(kinds), rows=len(kinds), sharex=True)
     axes = np.atleast_1d(axes)
     for axis, kind in zip(axes, kinds):
@@ -77,15 +80,26 @@ def pipelines(step_clocks, kinds=schedules.PIPELINES, steps=5, title="", note=""
             hatch = "///" if b.group else None
             axis.add_patch(
                 Rectangle(
-                    (b.start, lane), b.end - b.start, 0.82, facecolor=GROUP_COLOURS[b.group], edgecolor=plots.INK, lw=0.6, hatch=hatch
+                    (b.start, lane),
+                    b.end - b.start,
+                    0.82,
+                    facecolor=GROUP_COLOURS[b.group],
+                    edgecolor=plots.INK,
+                    lw=0.6,
+                    hatch=hatch,
                 )
             )
             name = {"scores": "S", "softmax": "e", "values": "V"}[b.what]
             if b.end - b.start > 0.016 * steps * (step_clocks.products + step_clocks.softmax):
                 style = dict(boxstyle="round,pad=0.08", fc=plots.PAPER, ec="none", alpha=0.85) if hatch else None
-                axis.text((b.start + b.end) / 2, lane + 0.41, f"{name}{b.step}", ha="center", va="center", fontsize=7.5, bbox=style)
+                axis.text(
+                    (b.start + b.end) / 2, lane + 0.41, f"{name}{b.step}", ha="center", va="center", fontsize=7.5,
+                    bbox=style,
+                )  # fmt: skip
         share = schedules.tensor_share(schedules.pipeline(step_clocks, kind, 256))
-        axis.set(ylim=(-0.1, 2), yticks=[0.41, 1.41], xlim=(0, steps * (step_clocks.products + step_clocks.softmax) * 1.01))
+        axis.set(
+            ylim=(-0.1, 2), yticks=[0.41, 1.41], xlim=(0, steps * (step_clocks.products + step_clocks.softmax) * 1.01)
+        )
         axis.set_yticklabels(["softmax", "tensor cores"], fontsize=9)
         axis.tick_params(axis="y", length=0)
         axis.set_title(f"{kind}: tensor cores busy {100 * share:.0f} % of a long loop", fontsize=9.5)
@@ -127,7 +141,10 @@ def draw_mass(axes, dropped, labels):
     """Probability mass that each head loses, a strip of dots for each layer. dropped: (layers, heads)."""
     for layer, values in enumerate(dropped):
         values = np.sort(np.asarray(values, dtype=float))
-        axes.plot(100 * values, np.linspace(layer - 0.25, layer + 0.25, len(values)), "o", ms=5, mfc=plots.SKY, mec=plots.INK, mew=0.5)
+        axes.plot(
+            100 * values, np.linspace(layer - 0.25, layer + 0.25, len(values)), "o", ms=5, mfc=plots.SKY,
+            mec=plots.INK, mew=0.5,
+        )  # fmt: skip
         axes.plot([100 * values.mean()] * 2, [layer - 0.36, layer + 0.36], color=plots.RED, lw=2)
     axes.set_yticks(range(len(dropped)), labels)
     axes.set(xlim=(-3, 103), ylim=(len(dropped) - 0.4, -0.6), xlabel="% of a head's probability on hidden keys")
@@ -150,7 +167,9 @@ def ratio_grid(ratios, rows, columns, title="", note="", height=None):
     )  # the ends stay light enough for black text
     for (i, j), value in np.ndenumerate(grid):
         if np.isfinite(value):
-            axes.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=9, fontweight="bold" if value < 1 else "normal")
+            axes.text(
+                j, i, f"{value:.2f}", ha="center", va="center", fontsize=9, fontweight="bold" if value < 1 else "normal"
+            )
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), rows)
     axes.tick_params(length=0)
@@ -177,7 +196,13 @@ def predicted_and_measured(entries, *, unit, title="", note="", line=None):
         axes.plot([1, measured], [y - 0.17] * 2, color=plots.BLUE, lw=7, solid_capstyle="butt")
         axes.plot(measured, y - 0.17, "o", color=plots.BLUE, mec=plots.INK, ms=8)
         axes.text(
-            high + 0.02 * (high - low + 0.1), y - 0.17, f"{measured:.2f}", va="center", fontsize=9, fontweight="bold", color=plots.BLUE
+            high + 0.02 * (high - low + 0.1),
+            y - 0.17,
+            f"{measured:.2f}",
+            va="center",
+            fontsize=9,
+            fontweight="bold",
+            color=plots.BLUE,
         )
         if predicted is not None:
             axes.plot(predicted, y + 0.17, "D", color=plots.ORANGE, mec=plots.INK, ms=7)
@@ -188,7 +213,11 @@ def predicted_and_measured(entries, *, unit, title="", note="", line=None):
         axes.axvline(line[1], color=plots.GREY, lw=1.2, ls="--")
         axes.text(line[1], len(entries) - 0.45, line[0], ha="center", fontsize=8.5, color=plots.GREY)
     axes.set_yticks(place, [label for label, *_ in entries])
-    axes.set(xlabel=unit, xlim=(low - 0.05 * (high - low + 0.1), high + 0.16 * (high - low + 0.1)), ylim=(-0.6, len(entries) - 0.3))
+    axes.set(
+        xlabel=unit,
+        xlim=(low - 0.05 * (high - low + 0.1), high + 0.16 * (high - low + 0.1)),
+        ylim=(-0.6, len(entries) - 0.3),
+    )
     axes.plot([], [], "D", color=plots.ORANGE, mec=plots.INK, ls=":", label="predicted (upper number)")
     axes.plot([], [], "o", color=plots.BLUE, mec=plots.INK, label="measured (lower number)")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16 - 0.25 / len(entries)), ncols=2)
@@ -205,7 +234,10 @@ def split_schedules(lengths, kv_heads, plans, programs=schedules.PROCESSORS, not
     """
     figure, axes = plots.canvas(3.3, columns=len(plans), sharey=True)
     axes = np.atleast_1d(axes)
-    runs = {title: schedules.take_next(schedules.split_tiles(lengths, kv_heads, splits), programs, 1.0) for title, splits in plans.items()}
+    runs = {
+        title: schedules.take_next(schedules.split_tiles(lengths, kv_heads, splits), programs, 1.0)
+        for title, splits in plans.items()
+    }
     ideal = min(sum(p.tile.steps for p in run) for run in runs.values()) / programs
     shown = min(max(schedules.makespan(run) for run in runs.values()), 2.6 * ideal)  # one bar may be ten times as long
     rank = {seq: i for i, seq in enumerate(sorted(range(len(lengths)), key=lambda s: -lengths[s]))}
@@ -218,10 +250,17 @@ def split_schedules(lengths, kv_heads, plans, programs=schedules.PROCESSORS, not
             ))  # fmt: skip
         if (end := schedules.makespan(run)) > shown:
             axis.annotate(
-                f"to {end:.0f}", (shown, 4), xytext=(-34, -26), textcoords="offset points", fontsize=9, arrowprops=dict(arrowstyle="->")
+                f"to {end:.0f}",
+                (shown, 4),
+                xytext=(-34, -26),
+                textcoords="offset points",
+                fontsize=9,
+                arrowprops=dict(arrowstyle="->"),
             )
         axis.axvline(ideal, color=plots.RED, lw=1.6, ls="--")
         axis.set(xlim=(0, shown * 1.02), ylim=(programs, 0), yticks=[0, programs], xlabel="time, in tiles of 64 keys")
-        axis.set_title(f"{title}\n{len(run)} programs, busy {100 * schedules.balance(run, programs):.0f} %", fontsize=9.5)
+        axis.set_title(
+            f"{title}\n{len(run)} programs, busy {100 * schedules.balance(run, programs):.0f} %", fontsize=9.5
+        )
     axes[0].set_ylabel("processor")
     return plots.caption(figure, note) if note else figure

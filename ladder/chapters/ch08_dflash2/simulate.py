@@ -1,7 +1,8 @@
-"""Who computes which tile when: small exact simulations of a grid of tiles, of two units that must overlap, of split decode.
+"""Who computes which tile when: small exact simulations of a grid of tiles, of two units that must overlap, of split
+decode.
 
-Times are in steps: the time that one tile of keys takes. Nothing here is measured; what it predicts is compared with the
-record in chapter 08.
+Times are in steps: the time that one tile of keys takes. Nothing here is measured; what it predicts is compared with
+the record in chapter 08.
 """
 
 import heapq
@@ -32,7 +33,9 @@ class Piece:
     tile: Tile
 
 
-def tiles_of(lengths_q: Sequence[int], lengths_k: Sequence[int], heads: int, *, causal=True, block_m=128, block_n=128) -> list[Tile]:
+def tiles_of(
+    lengths_q: Sequence[int], lengths_k: Sequence[int], heads: int, *, causal=True, block_m=128, block_n=128
+) -> list[Tile]:
     """Every tile of a batch, sequence by sequence, head by head, from the first rows to the last."""
     tiles = []
     for seq, (seqlen_q, seqlen_k) in enumerate(zip(lengths_q, lengths_k)):
@@ -53,7 +56,8 @@ ORDERS = {
 
 
 def take_next(tiles, programs, overhead) -> list[Piece]:
-    """Whoever is free first takes the next tile: what the hardware does with a grid of tiles, and what a shared counter does."""
+    """Whoever is free first takes the next tile: what the hardware does with a grid of tiles, and what a shared counter
+    does."""
     free = [(0.0, p) for p in range(programs)]
     pieces = []
     for tile in tiles:
@@ -65,7 +69,8 @@ def take_next(tiles, programs, overhead) -> list[Piece]:
 
 
 def fixed_stride(tiles, programs, overhead, snake=False) -> list[Piece]:
-    """Program p takes tiles p, p + programs, p + 2 programs, ...; with ``snake`` every second row of them runs backwards."""
+    """Program p takes tiles p, p + programs, p + 2 programs, ...; with ``snake`` every second row of them runs
+    backwards."""
     free, pieces = [0.0] * programs, []
     for i, tile in enumerate(tiles):
         turn, program = divmod(i, programs)
@@ -122,7 +127,9 @@ class Clocks:
 def clocks(head_dim, head_dim_v, rows=128, keys=128) -> Clocks:
     """Clocks of a tile step from the rates of a Hopper processor, nothing else counted."""
     flops = 2 * rows * keys
-    return Clocks(flops * head_dim / MMA_FLOPS_PER_CLOCK, rows * keys / EXPS_PER_CLOCK, flops * head_dim_v / MMA_FLOPS_PER_CLOCK)
+    return Clocks(
+        flops * head_dim / MMA_FLOPS_PER_CLOCK, rows * keys / EXPS_PER_CLOCK, flops * head_dim_v / MMA_FLOPS_PER_CLOCK
+    )
 
 
 @dataclass(frozen=True)
@@ -143,9 +150,10 @@ PIPELINES = ("one group, in turn", "two groups", "two groups, values one tile be
 def pipeline(step_clocks: Clocks, kind: str, steps=8) -> list[Burst]:
     """What the tensor cores and the softmax units of one processor do, for a tile of rows.
 
-    kind: one of PIPELINES. "one group, in turn": all warps wait for each product, then all do softmax. "two groups": each
-    has half of the rows and its own pace. "values one tile behind": a group issues the scores of a tile together with the values
-    of the tile before, and does softmax while the second product runs. Each unit serves one burst at a time, whoever asked first.
+    kind: one of PIPELINES. "one group, in turn": all warps wait for each product, then all do softmax. "two groups":
+    each has half of the rows and its own pace. "values one tile behind": a group issues the scores of a tile together
+    with the values of the tile before, and does softmax while the second product runs. Each unit serves one burst at a
+    time, whoever asked first.
     """
     groups = 1 if kind == PIPELINES[0] else 2
     behind = kind == PIPELINES[2]
@@ -197,7 +205,8 @@ def overlap_prediction(head_dim, head_dim_v, kind, steps=256) -> float:
 
 
 def split_tiles(lengths, kv_heads, splits, *, keys=64) -> list[Tile]:
-    """Decode tasks: every sequence and KV head in ``splits`` parts (an int, or one for each sequence) of whole key tiles."""
+    """Decode tasks: every sequence and KV head in ``splits`` parts (an int, or one for each sequence) of whole key
+    tiles."""
     counts = [splits] * len(lengths) if isinstance(splits, int) else list(splits)
     tasks = []
     for seq, (length, count) in enumerate(zip(lengths, counts)):

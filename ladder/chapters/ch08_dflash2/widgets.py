@@ -1,4 +1,5 @@
-"""Explorers of chapter 08: schedules of tiles, tensor cores beside softmax, range windows, and the roofline of prefill."""
+"""Explorers of chapter 08: schedules of tiles, tensor cores beside softmax, range windows, and the roofline of
+prefill."""
 
 import functools
 from importlib import resources
@@ -17,11 +18,12 @@ from . import simulate as schedules
 
 
 class ScheduleExplorer(Explorer):
-    """132 programs and a batch of tiles: which program computes which tile when, under three orders and four assignments.
+    """132 programs and a batch of tiles: which program computes which tile when, under three orders and four
+    assignments.
 
-    A tile costs one step for each tile of keys it visits, and ``overhead`` steps for what surrounds the loop: loading Q,
-    filling the pipeline, storing. A persistent program hides two thirds of that behind its neighbours. Everything else
-    (caches, clocks) is left out: what the record says beyond this is theirs.
+    A tile costs one step for each tile of keys it visits, and ``overhead`` steps for what surrounds the loop: loading
+    Q, filling the pipeline, storing. A persistent program hides two thirds of that behind its neighbours. Everything
+    else (caches, clocks) is left out: what the record says beyond this is theirs.
     """
 
     title = "schedules"
@@ -48,7 +50,9 @@ class ScheduleExplorer(Explorer):
         self.batch = choice("batch", list(self.BATCHES), batch)
         self.order = choice("order", list(schedules.ORDERS), order)
         self.assignment = choice("programs", list(schedules.ASSIGNMENTS), assignment)
-        self.causal = ipw.Checkbox(value=causal, description="causal", indent=False, layout=ipw.Layout(width="max-content"))
+        self.causal = ipw.Checkbox(
+            value=causal, description="causal", indent=False, layout=ipw.Layout(width="max-content")
+        )
         self.overhead = slider("around a tile, in steps", overhead, 0.0, 6.0, 0.5)
         self.start([self.batch, self.causal], [self.order, self.assignment], [self.overhead])
 
@@ -65,7 +69,10 @@ class ScheduleExplorer(Explorer):
 
     def balances(self):
         """{assignment: balance} under the chosen order."""
-        return {name: schedules.balance(self.pieces(assignment=name), schedules.PROCESSORS) for name in schedules.ASSIGNMENTS}
+        return {
+            name: schedules.balance(self.pieces(assignment=name), schedules.PROCESSORS)
+            for name in schedules.ASSIGNMENTS
+        }
 
     def draw(self):
         pieces, values = self.pieces(), self.balances()
@@ -80,7 +87,8 @@ class ScheduleExplorer(Explorer):
             for order in schedules.ORDERS for name in schedules.ASSIGNMENTS
         )  # fmt: skip
         text = (
-            f"{work:,} steps of work; perfectly shared they take {work / schedules.PROCESSORS:,.0f}, this schedule takes <b>{end:,.0f}</b>: "
+            f"{work:,} steps of work; perfectly shared they take {work / schedules.PROCESSORS:,.0f}, this schedule "
+            f"takes <b>{end:,.0f}</b>: "
             f"the programs spend {100 * values[self.assignment.value]:.0f} % of their time on keys. "
             f"Best of all twelve here: {100 * best[0]:.0f} %, {best[1]}, {best[2]}."
         )
@@ -107,15 +115,19 @@ class OverlapExplorer(Explorer):
 
     def shares(self):
         """{kind of loop: share of a long loop in which the tensor cores work}."""
-        return {kind: schedules.tensor_share(schedules.pipeline(self.clocks(), kind, 256)) for kind in schedules.PIPELINES}
+        return {
+            kind: schedules.tensor_share(schedules.pipeline(self.clocks(), kind, 256)) for kind in schedules.PIPELINES
+        }
 
     def draw(self):
         c, shares = self.clocks(), self.shares()
         figure = plots_dflash2.pipelines(c, steps=self.steps.value)
         first, last = (shares[kind] for kind in (schedules.PIPELINES[0], schedules.PIPELINES[-1]))
         text = (
-            f"A step of 128 x 128: products {c.products:,.0f} clocks, softmax {c.softmax:,.0f}. In turn they add up: {100 * first:.0f} % of the "
-            f"matrix-product limit. Overlapped, the longer one hides the other: {100 * last:.0f} %, at best {last / first:.2f} x as fast."
+            f"A step of 128 x 128: products {c.products:,.0f} clocks, softmax {c.softmax:,.0f}. In turn they add up: "
+            f"{100 * first:.0f} % of the "
+            f"matrix-product limit. Overlapped, the longer one hides the other: {100 * last:.0f} %, at best "
+            f"{last / first:.2f} x as fast."
         )
         return figure, text
 
@@ -134,10 +146,11 @@ def _is_here(name):
 
 
 class WindowExplorer(Explorer):
-    """What a range window saves and what it costs: tiles visited, and the probability that real heads give to hidden keys.
+    """What a range window saves and what it costs: tiles visited, and the probability that real heads give to hidden
+    keys.
 
-    The heads are those of small trained models: all-MiniLM-L6-v2, with a causal mask put on it, and where its tensors are at
-    hand the causal tiny-moe; 512 tokens. "noise" draws q and k at random, whose attention is spread evenly.
+    The heads are those of small trained models: all-MiniLM-L6-v2, with a causal mask put on it, and where its tensors
+    are at hand the causal tiny-moe; 512 tokens. "noise" draws q and k at random, whose attention is spread evenly.
     """
 
     title = "range windows"
@@ -150,7 +163,11 @@ class WindowExplorer(Explorer):
         self.sink = slider("sink, keys", sink, 0, 64)
         self.window = slider("window, keys", window, 8, 512, 8)
         self.tail = slider("full tail, queries", tail, 0, 256, 16)
-        names = [("MiniLM", "minilm"), *([("tiny-moe", "tiny-moe")] if _is_here("tiny-moe") else []), ("noise", "noise")]
+        names = [
+            ("MiniLM", "minilm"),
+            *([("tiny-moe", "tiny-moe")] if _is_here("tiny-moe") else []),
+            ("noise", "noise"),
+        ]
         self.source = choice("heads", names, source)
         self.length = choice("predict for", [(plots.tokens(1 << n), 1 << n) for n in range(13, 18)], length)
         self.start([self.kind, self.source, self.length], [self.sink, self.window], [self.tail])
@@ -162,13 +179,19 @@ class WindowExplorer(Explorer):
             return RangeWindows.sink_window(sink, window)
         if kind == self.KINDS[1]:
             return RangeWindows.sliding(window)
-        return RangeWindows.prefix_local(-self.tail.value, sink, window) if self.tail.value else RangeWindows.sink_window(sink, window)
+        return (
+            RangeWindows.prefix_local(-self.tail.value, sink, window)
+            if self.tail.value
+            else RangeWindows.sink_window(sink, window)
+        )
 
     def inputs(self):
         """q and k, one batch entry a layer."""
         if self.source.value != "noise":
             return _captured(self.source.value)
-        q, k, _ = AttentionProblem(B=3, Hq=12, Hkv=12, Sq=self.SEQLEN, Sk=self.SEQLEN, D=32, Dv=32, dtype="float32").make()
+        q, k, _ = AttentionProblem(
+            B=3, Hq=12, Hkv=12, Sq=self.SEQLEN, Sk=self.SEQLEN, D=32, Dv=32, dtype="float32"
+        ).make()
         return q, k
 
     def dropped(self):
@@ -179,7 +202,9 @@ class WindowExplorer(Explorer):
         """(visited, all) tiles of a causal square of ``length``."""
         length = length or self.length.value
         rows = -(-length // self.LONG_BLOCK)
-        return self.windows().visited_tiles(length, length, True, self.LONG_BLOCK, self.LONG_BLOCK).count, rows * (rows + 1) // 2
+        return self.windows().visited_tiles(length, length, True, self.LONG_BLOCK, self.LONG_BLOCK).count, rows * (
+            rows + 1
+        ) // 2
 
     def draw(self):
         figure, (tiles, mass) = plots.canvas(3.7, columns=2, width_ratios=[1, 1.05])
@@ -188,13 +213,19 @@ class WindowExplorer(Explorer):
         tiles.set_title(f"{count} of {rows * (rows + 1) // 2} tiles of {self.BLOCK} x {self.BLOCK}", fontsize=10.5)
         dropped = self.dropped()
         source = self.source.value
-        names = [f"draw {n}" for n in range(len(dropped))] if source == "noise" else [f"layer {n}" for n in CAPTURED[source][-1]]
+        names = (
+            [f"draw {n}" for n in range(len(dropped))]
+            if source == "noise"
+            else [f"layer {n}" for n in CAPTURED[source][-1]]
+        )
         plots_dflash2.draw_mass(mass, dropped, names)
         mass.set_title("what each head loses (red: mean)", fontsize=10.5)
         visited, all_tiles = self.tiles()
         text = (
-            f"At {self.SEQLEN} tokens these windows hide {100 * dropped.mean():.0f} % of the probability on average, {100 * dropped.max():.0f} % in the head that loses "
-            f"most. At {plots.tokens(self.length.value)} tokens, with tiles of {self.LONG_BLOCK}, the kernel visits {visited:,} of {all_tiles:,} tiles: predicted "
+            f"At {self.SEQLEN} tokens these windows hide {100 * dropped.mean():.0f} % of the probability on average, "
+            f"{100 * dropped.max():.0f} % in the head that loses "
+            f"most. At {plots.tokens(self.length.value)} tokens, with tiles of {self.LONG_BLOCK}, the kernel visits "
+            f"{visited:,} of {all_tiles:,} tiles: predicted "
             f"<b>{all_tiles / visited:.1f} x</b> as fast as full attention."
         )
         return figure, text
@@ -220,7 +251,9 @@ class PrefillRoofline(Explorer):
                 cases.setdefault(problem.label().removesuffix(" bfloat16"), row["case"])
         longest = max(cases.items(), key=lambda item: (item[1]["Sq"], item[1]["causal"], item[1]["D"] == 128))[1]
         self.case = choice("problem", list(cases.items()), longest)
-        self.peers = ipw.Checkbox(value=peers, description="peers", indent=False, layout=ipw.Layout(width="max-content"))
+        self.peers = ipw.Checkbox(
+            value=peers, description="peers", indent=False, layout=ipw.Layout(width="max-content")
+        )
         self.start([self.case, self.peers])
 
     @staticmethod
@@ -255,7 +288,8 @@ class PrefillRoofline(Explorer):
         label, intensity, speed, _ = points[-1]
         peak = self.doc["limits"]["matmul_tflops"]
         text = (
-            f"{intensity:,.0f} FLOPs a byte: far right of the ridge, arithmetic binds. {label} reaches {speed:.0f} TFLOP/s, "
+            f"{intensity:,.0f} FLOPs a byte: far right of the ridge, arithmetic binds. {label} reaches {speed:.0f} "
+            f"TFLOP/s, "
             f"{100 * speed / peak:.0f} % of a plain matrix product on the same machine ({results.caption(self.doc)})."
         )
         return figure, text

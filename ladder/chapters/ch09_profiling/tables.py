@@ -1,7 +1,7 @@
 """What chapter 09 runs and reads: batches to profile, Amdahl's law, names of kernels, a sample of Nsight Compute.
 
-Everything that needs torch.profiler runs in a process of its own (``report``, ``measured``): the profiler may write to the process's
-standard error, and its times belong in a figure, never in the text of a notebook.
+Everything that needs torch.profiler runs in a process of its own (``report``, ``measured``): the profiler may write to
+the process's standard error, and its times belong in a figure, never in the text of a notebook.
 """
 
 import functools
@@ -34,7 +34,8 @@ GAINS = (1.5, 2.0, 4.0, math.inf)  # of a kernel, as the figures show them
 
 
 def end_to_end(share, gain):
-    """How many times as fast the whole is when a part that takes ``share`` (0 .. 1) of its time becomes ``gain`` x as fast.
+    """How many times as fast the whole is when a part that takes ``share`` (0 .. 1) of its time becomes ``gain`` x as
+    fast.
 
     Amdahl, "Validity of the single processor approach" (1967). ``gain`` may be infinite, and below 1 for a slower part.
 
@@ -50,18 +51,24 @@ def end_to_end(share, gain):
 
 
 def share_of(total, gain):
-    """The share of the time that a part must have had when making it ``gain`` x as fast made the whole ``total`` x as fast."""
+    """The share of the time that a part must have had when making it ``gain`` x as fast made the whole ``total`` x as
+    fast."""
     return (1 - 1 / total) / (1 - 1 / gain)
 
 
 def kernel_gain(doc, seqlen=16384, old="step07_dflash1", new="step08_dflash2"):
-    """Recorded gain of a rung over another on one causal prompt of 16 heads of 128 in bf16; None where one is missing."""
-    problem = AttentionProblem(B=max(1, 16384 // seqlen), Sq=seqlen, Sk=seqlen, Hq=16, Hkv=16, D=128, Dv=128, causal=True, dtype="bfloat16")
+    """Recorded gain of a rung over another on one causal prompt of 16 heads of 128 in bf16; None where one is
+    missing."""
+    problem = AttentionProblem(
+        B=max(1, 16384 // seqlen), Sq=seqlen, Sk=seqlen, Hq=16, Hkv=16, D=128, Dv=128, causal=True, dtype="bfloat16"
+    )
     found = {e["impl"]: e["ms"]["median"] for e in results.select(doc, **problem.case()) if "ms" in e}
     return found[old] / found[new] if {old, new} <= set(found) else None
 
 
-def forecast(doc, old="step07_dflash1", new="step08_dflash2", lengths=(4096, 16384, 131072), shares=(0.1, 0.3, 0.5, 0.7)):
+def forecast(
+    doc, old="step07_dflash1", new="step08_dflash2", lengths=(4096, 16384, 131072), shares=(0.1, 0.3, 0.5, 0.7)
+):
     """What recorded kernel gains promise end to end at several shares of attention, as a Markdown table."""
     lines = [
         f"| causal prefill, 16 heads of 128 | {implementation_title(new)} over {implementation_title(old)} | "
@@ -73,7 +80,10 @@ def forecast(doc, old="step07_dflash1", new="step08_dflash2", lengths=(4096, 163
         if gain is not None:
             cells = " | ".join(f"{end_to_end(s, gain):.2f} x" for s in shares)
             lines.append(f"| {plots.tokens(seqlen)} tokens | **{gain:.2f} x** | {cells} |")
-    lines.append(f"\n*The first factor is {results.caption(doc)}; the others follow from it. Kernel alone; a server adds everything else.*")
+    lines.append(
+        f"\n*The first factor is {results.caption(doc)}; the others follow from it. Kernel alone; a server adds "
+        f"everything else.*"
+    )
     return Markdown("\n".join(lines))
 
 
@@ -88,7 +98,10 @@ def draw_amdahl(axes, share, gain):
     axes.axvline(100 * profile.SHARE, color=plots.RED, lw=1.2, ls="--")
     axes.text(100 * profile.SHARE - 1, 3.35, "30 %", ha="right", color=plots.RED, fontsize=9)
     axes.plot(100 * share, min(3.7, end_to_end(share, gain)), "o", color=plots.ORANGE, mec=plots.INK, ms=10, zorder=5)
-    axes.set(xlim=(0, 100), ylim=(0.9, 3.7), xlabel="share of the time in attention, per cent", ylabel="x as fast, end to end")
+    axes.set(
+        xlim=(0, 100), ylim=(0.9, 3.7), xlabel="share of the time in attention, per cent",
+        ylabel="x as fast, end to end",
+    )  # fmt: skip
     axes.grid(True, lw=0.6)
     axes.legend(loc="upper left")
     return axes
@@ -188,8 +201,13 @@ def shares_picture(names=("fused", "eager", "eager_named")):
     for y, name in enumerate(reversed(names)):
         found = report()["measured"] if name == "fused" else measured()[name]
         share = 100 * found["attention_share"]
-        axes.barh(y, share, color=plots.BLUE, edgecolor=plots.INK, lw=0.6, label="counted as attention" if y == 0 else None)
-        axes.barh(y, 100 - share, left=share, color=plots.PALE, edgecolor=plots.INK, lw=0.6, hatch="//", label="the rest" if y == 0 else None)
+        axes.barh(
+            y, share, color=plots.BLUE, edgecolor=plots.INK, lw=0.6, label="counted as attention" if y == 0 else None
+        )
+        axes.barh(
+            y, 100 - share, left=share, color=plots.PALE, edgecolor=plots.INK, lw=0.6, hatch="//",
+            label="the rest" if y == 0 else None,
+        )  # fmt: skip
         axes.text(101, y, f"{share:.0f} %", va="center", fontsize=9)
     axes.axvline(100 * profile.SHARE, color=plots.RED, ls="--", lw=1.4)
     axes.set_yticks(range(len(names)), [titles[n] for n in reversed(names)])
@@ -197,7 +215,8 @@ def shares_picture(names=("fused", "eager", "eager_named")):
     axes.legend(loc="upper center", bbox_to_anchor=(0.45, 1.3), ncol=2)
     plots.caption(
         figure,
-        f"Measured on this CPU: tiny-moe, one prompt of {TOKENS} tokens. Look at the middle bar: the same work as below it, and nothing is found, "
+        f"Measured on this CPU: tiny-moe, one prompt of {TOKENS} tokens. Look at the middle bar: the same work as "
+        f"below it, and nothing is found, "
         "because nothing is named. Dashed: the threshold of 30 %.",
     )
     return plots.Picture(figure, f"shares of attention of {len(names)} batches")
@@ -207,7 +226,8 @@ def shares_picture(names=("fused", "eager", "eager_named")):
 
 
 def launched():
-    """{rung number: [names of Triton kernels that it launches]}, read from the sources: no GPU, and no Triton, is needed.
+    """{rung number: [names of Triton kernels that it launches]}, read from the sources: no GPU, and no Triton, is
+    needed.
 
     A kernel is launched by ``name[grid](...)``, or through a variable that an attribute of the module of kernels, or an
     import into a host file, was given to.
@@ -220,7 +240,9 @@ def launched():
         defined = set(re.findall(r"@(?:triton|gluon)\.jit[^\n]*\ndef (\w+)", text))
         direct = set(re.findall(r"\b(\w+)\[", text))
         attributes = set(re.findall(r"(?:\bkernels|\))\.(\w+)\b", text))
-        imported = set(re.findall(r"\w+", " ".join(re.findall(r"^    from \.kernel import ([\w, ]+)$", text, re.MULTILINE))))
+        imported = set(
+            re.findall(r"\w+", " ".join(re.findall(r"^    from \.kernel import ([\w, ]+)$", text, re.MULTILINE)))
+        )
         found[rung.number] = sorted(defined & (direct | attributes | imported))
     return found
 
@@ -231,7 +253,9 @@ def names_table(regex="dflash"):
     for number, names in launched().items():
         rung = next(r for r in RUNGS if r.number == number)
         matched = sum(bool(re.search(regex, name)) for name in names)
-        lines.append(f"| {number:02d} {rung.title} | {', '.join(f'`{n}`' for n in names)} | {matched} of {len(names)} |")
+        lines.append(
+            f"| {number:02d} {rung.title} | {', '.join(f'`{n}`' for n in names)} | {matched} of {len(names)} |"
+        )
     return Markdown("\n".join(lines))
 
 
@@ -249,17 +273,32 @@ def ncu_picture(path=NCU_SAMPLE):
     kernels = profile.read_ncu(path)
     figure, axes = plots.canvas(3.5)
     full = 100 * profile.FULL
-    for x0, y0, what in ((2, 95, "bound by compute"), (98, 95, "both used well"), (2, 3, "neither: waiting"), (98, 3, "bound by memory")):
-        axes.text(x0, y0, what, ha="left" if x0 < 50 else "right", va="top" if y0 > 50 else "bottom", color=plots.GREY, fontsize=10)
+    for x0, y0, what in (
+        (2, 95, "bound by compute"), (98, 95, "both used well"), (2, 3, "neither: waiting"),
+        (98, 3, "bound by memory"),
+    ):  # fmt: skip
+        axes.text(
+            x0, y0, what, ha="left" if x0 < 50 else "right", va="top" if y0 > 50 else "bottom", color=plots.GREY,
+            fontsize=10,
+        )  # fmt: skip
     for limit in (axes.axvline, axes.axhline):
         limit(full, color=plots.GREY, lw=1.0, ls="--")
     longest = max(k["us"] for k in kernels)
     for kernel in kernels:
         x, y = 100 * kernel["memory"], 100 * kernel["compute"]
         axes.scatter(x, y, s=60 + 260 * kernel["us"] / longest, color=plots.SKY, edgecolor=plots.INK, zorder=3)
-        axes.annotate(f"{kernel['kernel']}, {kernel['us']:,.0f} us", (x, y), xytext=(0, 13), textcoords="offset points", ha="center", fontsize=9)
-    axes.set(xlim=(0, 100), ylim=(0, 100), xlabel="memory throughput, per cent of peak", ylabel="compute throughput, per cent")
-    plots.caption(figure, "An invented file in the format that ncu writes: look at the corner a kernel sits in, not at its numbers.")
+        axes.annotate(
+            f"{kernel['kernel']}, {kernel['us']:,.0f} us", (x, y), xytext=(0, 13), textcoords="offset points",
+            ha="center", fontsize=9,
+        )  # fmt: skip
+    axes.set(
+        xlim=(0, 100), ylim=(0, 100), xlabel="memory throughput, per cent of peak",
+        ylabel="compute throughput, per cent",
+    )  # fmt: skip
+    plots.caption(
+        figure,
+        "An invented file in the format that ncu writes: look at the corner a kernel sits in, not at its numbers.",
+    )
     return plots.Picture(figure, f"{len(kernels)} kernels by use of memory and compute")
 
 
@@ -280,7 +319,8 @@ def held(lengths=(512, 1024, 2048)):
 
 @plots.styled
 def memory_over_time(seqlen=2048):
-    """Memory of this process while rungs 01 and 03 run one after the other, read every few milliseconds, as a Picture."""
+    """Memory of this process while rungs 01 and 03 run one after the other, read every few milliseconds, as a
+    Picture."""
     q, k, v = AttentionProblem(Hq=8, Hkv=8, Sq=seqlen, Sk=seqlen, D=32, Dv=32, dtype="float32").make()
     figure, axes = plots.canvas(3.0)
     for rung, colour, style in ((RUNGS[0], plots.ORANGE, "-"), (RUNGS[2], plots.BLUE, "--")):
@@ -288,13 +328,18 @@ def memory_over_time(seqlen=2048):
             for _ in range(3):
                 rung.attention(q, k, v, **({} if rung.number == 1 else dict(tile_q=256, tile_k=256)))
         first, end = curve.samples[0][1], curve.samples[-1][0]
-        axes.plot([t / end for t, _ in curve.samples], [max(1, b - first) / 1e6 for _, b in curve.samples], style, color=colour, lw=1.8,
+        axes.plot([t / end for t, _ in curve.samples], [max(1, b - first) / 1e6 for _, b in curve.samples], style,
+                  color=colour, lw=1.8,
                   label=f"{rung.number:02d} {rung.title}")  # fmt: skip
     axes.set(xlabel="three calls, from start to end", ylabel="MB above the start", xlim=(0, 1))
     axes.grid(True, lw=0.6)
     axes.legend(loc="upper right", bbox_to_anchor=(1.0, 1.17), ncol=2)
     axes.set_title("A spike for each call")
-    plots.caption(figure, f"8 heads, {seqlen} tokens, this CPU. Look at the shape: spikes are temporary buffers, and what they take at their tip no request can have. A tile fits into what the process holds anyway.")
+    plots.caption(
+        figure,
+        f"8 heads, {seqlen} tokens, this CPU. Look at the shape: spikes are temporary buffers, and what they take at "
+        f"their tip no request can have. A tile fits into what the process holds anyway.",
+    )
     return plots.Picture(figure, "memory over time of rungs 01 and 03")
 
 

@@ -36,9 +36,12 @@ def _whole_strict(answer):
 _exercise(
     "09a", "The whole from its parts",
     (
-        "Measure time, not speed: before, the whole takes 1. A part that took a share s now takes s / gain, and what no part claims takes what it took.",
-        "The time afterwards is (1 - the sum of the shares) + the sum of share / gain. An infinite gain leaves 0 of a part.",
-        "return 1 / (1 - sum(shares) + sum(s / g for s, g in zip(shares, gains))): gains must not be multiplied, nor averaged.",
+        "Measure time, not speed: before, the whole takes 1. A part that took a share s now takes s / gain, and what "
+        "no part claims takes what it took.",
+        "The time afterwards is (1 - the sum of the shares) + the sum of share / gain. An infinite gain leaves 0 of a "
+        "part.",
+        "return 1 / (1 - sum(shares) + sum(s / g for s, g in zip(shares, gains))): gains must not be multiplied, nor "
+        "averaged.",
     ),
     _whole_visible, _whole_strict, "ladder.chapters.ch11_end_to_end.solutions:whole",
 )  # fmt: skip
@@ -76,9 +79,12 @@ def _busy_strict(answer):
 _exercise(
     "09b", "How busy is busy",
     (
-        "Two kernels that run at the same time make the GPU busy once. You want the length of the union of the intervals, not the sum of their lengths.",
-        "Sort by start and walk: remember how far the union has reached. An interval adds only what lies beyond that point, which may be nothing.",
-        "For start, end in sorted(intervals): covered += max(0, end - max(start, reached)); reached = max(reached, end). Divide by wall.",
+        "Two kernels that run at the same time make the GPU busy once. You want the length of the union of the "
+        "intervals, not the sum of their lengths.",
+        "Sort by start and walk: remember how far the union has reached. An interval adds only what lies beyond that "
+        "point, which may be nothing.",
+        "For start, end in sorted(intervals): covered += max(0, end - max(start, reached)); reached = max(reached, "
+        "end). Divide by wall.",
     ),
     _busy_visible, _busy_strict, "ladder.chapters.ch11_end_to_end.solutions:busy",
 )  # fmt: skip
@@ -90,8 +96,10 @@ _exercise(
 def rule(share, busy_share, step_ms, target_ms, experts, context):
     """The name of ``ladder.profile``'s answer."""
     found = profile.Found(
-        device="a GPU", gpus=1, steps=1, step_ms=step_ms, work_ms=step_ms * busy_share, attention_share=share, communication_share=0.0,
-        busy_share=busy_share, dflash_names=[], attention_names={}, other_names={}, memory={}, memory_curve=[], moe=experts, context=context,
+        device="a GPU", gpus=1, steps=1, step_ms=step_ms, work_ms=step_ms * busy_share, attention_share=share,
+        communication_share=0.0,
+        busy_share=busy_share, dflash_names=[], attention_names={}, other_names={}, memory={}, memory_curve=[],
+        moe=experts, context=context,
     )  # fmt: skip
     return profile.decide(found, target_ms).name
 
@@ -104,7 +112,8 @@ def _advise_case(answer, *case):
     if got != want:
         kind = "experts" if experts else "dense"
         raise NotYet(
-            f'attention {share:.0%}, busy {busy_share:.0%}, {step_ms:g} of {target_ms:g} ms, {kind}, {context:,} tokens: "{got}"; want "{want}"'
+            f'attention {share:.0%}, busy {busy_share:.0%}, {step_ms:g} of {target_ms:g} ms, {kind}, {context:,} '
+            f'tokens: "{got}"; want "{want}"'
         )
 
 
@@ -127,9 +136,12 @@ def _advise_strict(answer):
 _exercise(
     "09c", "The decision",
     (
-        "Four questions in this order: is the share above 30 %? Is the GPU busy at 80 % or more, and the batch still slower than it should be? Is it a mixture of experts? Above 8,192 tokens?",
-        "The first two that are answered with no mean that the time is not in the kernel: \"scheduling\", whatever the others say. A dense model gives \"dense\", a short context \"wait\".",
-        "share <= 0.30 or busy_share < 0.80 or step_ms <= target_ms: \"scheduling\". Then not experts: \"dense\". Then context <= 8192: \"wait\". Else \"kernel\".",
+        "Four questions in this order: is the share above 30 %? Is the GPU busy at 80 % or more, and the batch still "
+        "slower than it should be? Is it a mixture of experts? Above 8,192 tokens?",
+        "The first two that are answered with no mean that the time is not in the kernel: \"scheduling\", whatever the "
+        "others say. A dense model gives \"dense\", a short context \"wait\".",
+        "share <= 0.30 or busy_share < 0.80 or step_ms <= target_ms: \"scheduling\". Then not experts: \"dense\". Then "
+        "context <= 8192: \"wait\". Else \"kernel\".",
     ),
     _advise_visible, _advise_strict, "ladder.chapters.ch11_end_to_end.solutions:advise",
 )  # fmt: skip
@@ -154,7 +166,10 @@ def _at_once_visible(answer):
 
 def _at_once_strict(answer):
     page = dict(page_bytes=10, page_size=16)
-    real = dict(total=141 * 10**9, weights=31_412_968_448, activations=1_500_000_000, page_bytes=64 * 31104, page_size=64, tokens=4608)
+    real = dict(
+        total=141 * 10**9, weights=31_412_968_448, activations=1_500_000_000, page_bytes=64 * 31104, page_size=64,
+        tokens=4608,
+    )  # fmt: skip
     for fraction in (0.85, 0.90, 0.95):
         pages = int(real["total"] * fraction - real["weights"] - real["activations"]) // real["page_bytes"]
         _at_once_case(answer, (pages - 1) // 72, f"V2-Lite on 141 GB at {fraction:.2f}", fraction=fraction, **real)
@@ -162,8 +177,16 @@ def _at_once_strict(answer):
         (0, "weights that do not fit", dict(total=1000, fraction=0.5, weights=600, activations=0, tokens=16, **page)),
         (0, "one page: it is nobody's", dict(total=1000, fraction=1.0, weights=990, activations=0, tokens=1, **page)),
         (1, "two pages", dict(total=1000, fraction=1.0, weights=900, activations=80, tokens=16, **page)),
-        (99, "requests of one token take a page each", dict(total=1000, fraction=1.0, weights=0, activations=0, tokens=1, **page)),
-        (0, "a request larger than the pool", dict(total=1000, fraction=1.0, weights=0, activations=0, tokens=1600, **page)),
+        (
+            99,
+            "requests of one token take a page each",
+            dict(total=1000, fraction=1.0, weights=0, activations=0, tokens=1, **page),
+        ),
+        (
+            0,
+            "a request larger than the pool",
+            dict(total=1000, fraction=1.0, weights=0, activations=0, tokens=1600, **page),
+        ),
         (3, "half a page is no page", dict(total=1000, fraction=1.0, weights=955, activations=0, tokens=16, **page)),
     ):
         _at_once_case(answer, want, case, **arguments)
@@ -172,9 +195,12 @@ def _at_once_strict(answer):
 _exercise(
     "11a", "How many at once",
     (
-        "The fraction is of the device's total. Weights and activations come out of it; what is left is divided into whole pages, of which page 0 is given to nobody.",
-        "A request takes whole pages: its tokens divided by the page size, rounded up. Divide pages by pages, not tokens by tokens, and never answer less than 0.",
-        "pages = int(total * fraction - weights - activations) // page_bytes; return max(0, pages - 1) // -(-tokens // page_size).",
+        "The fraction is of the device's total. Weights and activations come out of it; what is left is divided into "
+        "whole pages, of which page 0 is given to nobody.",
+        "A request takes whole pages: its tokens divided by the page size, rounded up. Divide pages by pages, not "
+        "tokens by tokens, and never answer less than 0.",
+        "pages = int(total * fraction - weights - activations) // page_bytes; return max(0, pages - 1) // -(-tokens // "
+        "page_size).",
     ),
     _at_once_visible, _at_once_strict, "ladder.chapters.ch11_end_to_end.solutions:at_once",
 )  # fmt: skip
@@ -206,7 +232,8 @@ def _chunks_visible(answer):
 
 def _chunks_strict(answer):
     for prompts, chunk_tokens in (
-        ((), 8), ((8,), 8), ((8, 8), 8), ((20,), 8), ((24,), 8), ((1, 1, 1), 8), ((3, 5, 1), 8), ((7, 2, 30, 1), 8), ((1, 2, 3, 4, 5, 6, 7), 4), ((5, 5), 1),
+        ((), 8), ((8,), 8), ((8, 8), 8), ((20,), 8), ((24,), 8), ((1, 1, 1), 8), ((3, 5, 1), 8), ((7, 2, 30, 1), 8),
+        ((1, 2, 3, 4, 5, 6, 7), 4), ((5, 5), 1),
     ):  # fmt: skip
         _chunks_case(answer, prompts, chunk_tokens)
 
@@ -214,9 +241,12 @@ def _chunks_strict(answer):
 _exercise(
     "11b", "Chunked prefill",
     (
-        "Walk through the prompts in order with a step that has room for chunk_tokens. A prompt that does not fit is cut; its rest opens the next step.",
-        "Open a new step only when there is something to put into it: prompts that end exactly at the edge of a step must not leave an empty one behind.",
-        "For each prompt, while some of it is left: if room is 0, append a new step and set room to chunk_tokens; take min(left, room), append (number, taken), subtract from both.",
+        "Walk through the prompts in order with a step that has room for chunk_tokens. A prompt that does not fit is "
+        "cut; its rest opens the next step.",
+        "Open a new step only when there is something to put into it: prompts that end exactly at the edge of a step "
+        "must not leave an empty one behind.",
+        "For each prompt, while some of it is left: if room is 0, append a new step and set room to chunk_tokens; take "
+        "min(left, room), append (number, taken), subtract from both.",
     ),
     _chunks_visible, _chunks_strict, "ladder.chapters.ch11_end_to_end.solutions:chunks",
 )  # fmt: skip
@@ -256,9 +286,12 @@ def _latencies_strict(answer):
 _exercise(
     "11c", "Latencies from token times",
     (
-        "The batch has its first tokens when the last of its requests has its own. Inter-token latency knows nothing of the beginning: it is made of gaps within each answer.",
-        "Collect the gaps of neighbouring tokens of each request, all into one list, and take its median; a request with one token adds none, and an empty list has no median.",
-        "ttft = max(t[0] for t in times if t) - began; gaps = [b - a for t in times for a, b in zip(t, t[1:])]; statistics.median(gaps) if gaps else None.",
+        "The batch has its first tokens when the last of its requests has its own. Inter-token latency knows nothing "
+        "of the beginning: it is made of gaps within each answer.",
+        "Collect the gaps of neighbouring tokens of each request, all into one list, and take its median; a request "
+        "with one token adds none, and an empty list has no median.",
+        "ttft = max(t[0] for t in times if t) - began; gaps = [b - a for t in times for a, b in zip(t, t[1:])]; "
+        "statistics.median(gaps) if gaps else None.",
     ),
     _latencies_visible, _latencies_strict, "ladder.chapters.ch11_end_to_end.solutions:latencies",
 )  # fmt: skip

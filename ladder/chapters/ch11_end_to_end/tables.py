@@ -1,8 +1,9 @@
-"""What chapter 11 computes and reads: arithmetic of a served model, runs of the scheduler, the article's table beside ours.
+"""What chapter 11 computes and reads: arithmetic of a served model, runs of the scheduler, the article's table beside
+ours.
 
-Recorded files in ``notebooks/results``: ``engine`` (rows of ``python -m ladder.engine bench``: throughput, memory table, the
-dense control, peers) and ``engine_quality`` (``python -m ladder.engine quality``). A missing file, or a row that is missing in
-one, is said in words in the place of its table, so that the chapter runs before it is recorded.
+Recorded files in ``notebooks/results``: ``engine`` (rows of ``python -m ladder.engine bench``: throughput, memory
+table, the dense control, peers) and ``engine_quality`` (``python -m ladder.engine quality``). A missing file, or a row
+that is missing in one, is said in words in the place of its table, so that the chapter runs before it is recorded.
 """
 
 import json
@@ -25,7 +26,8 @@ from ladder.lab.names import title
 
 OURS, V1 = "step08_dflash2", "step07_dflash1"
 RECORDS = {
-    "engine": "python -m ladder.engine bench --model deepseek-v2-lite --backend step07,step08 --json notebooks/results/engine.json",
+    "engine": "python -m ladder.engine bench --model deepseek-v2-lite --backend step07,step08 --json "
+        "notebooks/results/engine.json",
     "engine_quality": "python -m ladder.engine quality --json notebooks/results/engine_quality.json",
 }
 SERVED = dict(model="deepseek-v2-lite", input_len=4096, output_len=512, concurrency=8)
@@ -45,7 +47,10 @@ def record(name):
 
 def missing(name, what=""):
     """What stands in a table's place while its file, or that part of it, is missing."""
-    return Markdown(f"*Not recorded yet{': ' + what if what else ''}. `{RECORDS[name]}` on a GPU records it; the cells around this one do not need it.*")
+    return Markdown(
+        f"*Not recorded yet{': ' + what if what else ''}. `{RECORDS[name]}` on a GPU records it; the cells around this "
+        f"one do not need it.*"
+    )
 
 
 # ---------------------------------------------------------------- training
@@ -57,8 +62,12 @@ def training_picture(path=TRAINING):
     run = json.loads(Path(path).read_text())
     curve, held = run["curve"], run["evaluations"]
     figure, (axes, contexts) = plots.canvas(3.4, columns=2, width_ratios=[2, 1])
-    axes.plot([r["tokens"] / 1e6 for r in curve], [r["bits_per_byte"] for r in curve], color=plots.SKY, lw=1.4, label="text being learnt")
-    axes.plot([r["tokens"] / 1e6 for r in held], [r["held_out_bits_per_byte"] for r in held], "o-", color=plots.RED, mec=plots.INK, lw=1.6,
+    axes.plot(
+        [r["tokens"] / 1e6 for r in curve], [r["bits_per_byte"] for r in curve], color=plots.SKY, lw=1.4,
+        label="text being learnt",
+    )  # fmt: skip
+    axes.plot([r["tokens"] / 1e6 for r in held], [r["held_out_bits_per_byte"] for r in held], "o-", color=plots.RED,
+              mec=plots.INK, lw=1.6,
               label="held-out text, at 4,096 tokens")  # fmt: skip
     axes.set(xlabel="tokens, millions", ylabel="bits per byte", ylim=(0, 8.3))
     axes.grid(True, lw=0.6)
@@ -77,10 +86,16 @@ def training_picture(path=TRAINING):
     contexts.set_title("held out, at the end", fontsize=10.5)
     plots.caption(
         figure,
-        f"Trained in {run['seconds']:.0f} s on {run['machine']['gpu']}, {run['parameters'] / 1e6:.1f} M parameters. Left of the dashed line it "
-        f"learns from {curve[0]['seq_len']:,} tokens at a time, and at 4,096 held-out text even gets worse: positions it never saw. Right: longer context helps.",
+        f"Trained in {run['seconds']:.0f} s on {run['machine']['gpu']}, {run['parameters'] / 1e6:.1f} M parameters. "
+        f"Left of the dashed line it "
+        f"learns from {curve[0]['seq_len']:,} tokens at a time, and at 4,096 held-out text even gets worse: positions "
+        f"it never saw. Right: longer context helps.",
     )  # fmt: skip
-    return plots.Picture(figure, f"training of tiny-moe, {run['steps']:,} steps, {curve[0]['bits_per_byte']:.2f} to {bits['4096']:.2f} bits per byte held out")
+    return plots.Picture(
+        figure,
+        f"training of tiny-moe, {run['steps']:,} steps, {curve[0]['bits_per_byte']:.2f} to {bits['4096']:.2f} bits per "
+        f"byte held out",
+    )
 
 
 # ---------------------------------------------------------------- the scheduler at work
@@ -124,7 +139,9 @@ def serve(arrivals, *, pages, page_size=16, chunk_tokens=64, decode_every=4, max
     for _, prompt, answer in arrivals:
         if prompt + answer > pool.tokens:
             raise ValueError(f"a request of {prompt + answer} tokens; want at most {pool.tokens}, the whole pool")
-    requests = [Request(n, [0] * prompt, SamplingParams(max_tokens=answer)) for n, (_, prompt, answer) in enumerate(arrivals)]
+    requests = [
+        Request(n, [0] * prompt, SamplingParams(max_tokens=answer)) for n, (_, prompt, answer) in enumerate(arrivals)
+    ]
     marks, used, added = [], [], 0
     for step in range(most):
         while added < len(arrivals) and arrivals[added][0] <= step:
@@ -151,7 +168,10 @@ def serve(arrivals, *, pages, page_size=16, chunk_tokens=64, decode_every=4, max
 
 
 COLOURS = {"prefill": plots.BLUE, "decode": plots.ORANGE, "wait": plots.PALE, "out": plots.RED}
-WORDS = {"prefill": "prefill, tokens of the chunk", "decode": "decode, one token", "wait": "waits", "out": "preempted: pages given back"}
+WORDS = {
+    "prefill": "prefill, tokens of the chunk", "decode": "decode, one token", "wait": "waits",
+    "out": "preempted: pages given back",
+}  # fmt: skip
 
 
 @plots.styled
@@ -160,13 +180,24 @@ def draw_timeline(axes, marks, num_requests):
     last = max(m.step for m in marks) + 1
     for mark in marks:
         hatch = {"wait": "..", "out": "xx"}.get(mark.what)
-        axes.barh(mark.request, 1, left=mark.step, height=0.78, color=COLOURS[mark.what], edgecolor=plots.PAPER if hatch is None else plots.GREY, lw=0.4, hatch=hatch)
+        axes.barh(
+            mark.request, 1, left=mark.step, height=0.78, color=COLOURS[mark.what],
+            edgecolor=plots.PAPER if hatch is None else plots.GREY, lw=0.4, hatch=hatch,
+        )  # fmt: skip
         if mark.what == "prefill" and last <= 60:
-            axes.text(mark.step + 0.5, mark.request, str(mark.tokens), ha="center", va="center", color=plots.PAPER, fontsize=8 if last <= 40 else 6.5)
+            axes.text(
+                mark.step + 0.5, mark.request, str(mark.tokens), ha="center", va="center", color=plots.PAPER,
+                fontsize=8 if last <= 40 else 6.5,
+            )  # fmt: skip
     axes.set(xlim=(0, last), ylim=(num_requests - 0.5, -0.5), yticks=range(num_requests), ylabel="request")
     for what, word in WORDS.items():
-        axes.barh(0, 0, color=COLOURS[what], label=word, hatch={"wait": "..", "out": "xx"}.get(what), edgecolor=plots.GREY, lw=0.4)
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=4, fontsize=8.5, handlelength=1.3, columnspacing=1.2)
+        axes.barh(
+            0, 0, color=COLOURS[what], label=word, hatch={"wait": "..", "out": "xx"}.get(what), edgecolor=plots.GREY,
+            lw=0.4,
+        )  # fmt: skip
+    axes.legend(
+        loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=4, fontsize=8.5, handlelength=1.3, columnspacing=1.2
+    )
     return axes
 
 
@@ -176,11 +207,15 @@ def draw_timeline(axes, marks, num_requests):
 GPUS = {"H200, 141 GB": 141_000_000_000, "A100, 80 GB": 80_000_000_000}
 
 
-def memory_plan(total, fraction, *, model="deepseek-v2-lite", dtype=torch.bfloat16, page_size=64, chunk_keys=65536, longest=None, weights=None):
+def memory_plan(
+    total, fraction, *, model="deepseek-v2-lite", dtype=torch.bfloat16, page_size=64, chunk_keys=65536, longest=None,
+    weights=None,
+):  # fmt: skip
     """The engine's ``MemoryPlan`` by arithmetic alone, on a device that nobody else uses.
 
     Args:
-        total: bytes of the device. fraction: share of it that the engine takes. longest: tokens of the longest sequence.
+        total: bytes of the device. fraction: share of it that the engine takes. longest: tokens of the longest
+            sequence.
         weights: bytes of weights; None counts the model's.
     """
     spec = find(model)
@@ -195,33 +230,47 @@ def concurrency(plan, tokens, page_size=64):
 
 
 def concurrency_table(tokens=4608, gpus=GPUS):
-    """Most requests of so many tokens at three memory fractions, by arithmetic, beside the article's, as a Markdown table."""
+    """Most requests of so many tokens at three memory fractions, by arithmetic, beside the article's, as a Markdown
+    table."""
     spec = find("deepseek-v2-lite")
     weights = 2 * spec.parameters
-    lines = ["| memory fraction | " + " | ".join(f"{name}: pool, requests" for name in gpus) + " | the article, one A100 |", "|:--|" + "--:|" * (len(gpus) + 1)]
+    lines = [
+        "| memory fraction | " + " | ".join(f"{name}: pool, requests" for name in gpus) + " | the article, one A100 |",
+        "|:--|" + "--:|" * (len(gpus) + 1),
+    ]
     for fraction, theirs in ARTICLE_CONCURRENCY.items():
         cells = []
         for total in gpus.values():
             plan = memory_plan(total, fraction, weights=weights)
             cells.append(f"{plots.size(plan.pool)}, **{concurrency(plan, tokens):,}**")
-        lines.append(f"| {fraction:.2f} | {' | '.join(cells)} | {theirs}{', sometimes out of memory' if fraction == 0.95 else ''} |")
+        lines.append(
+            f"| {fraction:.2f} | {' | '.join(cells)} | "
+            f"{theirs}{', sometimes out of memory' if fraction == 0.95 else ''} |"
+        )
     lines.append(
-        f"\n*By arithmetic: DeepSeek-V2-Lite in bf16, {plots.size(weights)} of weights, {spec.token_bytes(torch.bfloat16):,} bytes of cache a token, requests of {tokens:,} tokens.*"
+        f"\n*By arithmetic: DeepSeek-V2-Lite in bf16, {plots.size(weights)} of weights, "
+        f"{spec.token_bytes(torch.bfloat16):,} bytes of cache a token, requests of {tokens:,} tokens.*"
     )
     return Markdown("\n".join(lines))
 
 
 def memory_recorded(doc=None):
-    """The recorded memory table: requests at once at each fraction, and whether anything ran out, as a Markdown table."""
+    """The recorded memory table: requests at once at each fraction, and whether anything ran out, as a Markdown
+    table."""
     doc = doc or record("engine")
     rows = [e for e in doc["rows"] if "concurrency" in e and "mem_fraction" in e["case"]] if doc else []
     if not rows:
         return missing("engine", "the memory table, `--memory-table --requests 200`")
-    lines = ["| memory fraction | backend | KV pool, tokens | requests at once | mixed requests served | preemptions | out of memory |", "|:--|:--|--:|--:|--:|--:|--:|"]
+    lines = [
+        "| memory fraction | backend | KV pool, tokens | requests at once | mixed requests served | preemptions | out "
+        "of memory |",
+        "|:--|:--|--:|--:|--:|--:|--:|",
+    ]
     for e in rows:
         by = f", limited by {e['limited_by']}" if e.get("limited_by") not in (None, "memory") else ""
         lines.append(
-            f"| {e['case']['mem_fraction']:.2f} | {implementation_title(e['impl'])} | {e['kv_pool_tokens']:,} | **{e['concurrency']:,}**{by} | {e.get('mixed_requests', '-')} "
+            f"| {e['case']['mem_fraction']:.2f} | {implementation_title(e['impl'])} | {e['kv_pool_tokens']:,} | "
+            f"**{e['concurrency']:,}**{by} | {e.get('mixed_requests', '-')} "
             f"| {e.get('preemptions', '-')} | {e.get('out_of_memory', '-')} |"
         )
     lines.append(f"\n*{results.caption(doc, rows)}.*")
@@ -233,13 +282,15 @@ def memory_recorded(doc=None):
 
 @dataclass(frozen=True)
 class Served:
-    """What arithmetic needs of a model. Sizes of one layer on average; ``heads`` (q/k size, v size) of attention as it runs.
+    """What arithmetic needs of a model. Sizes of one layer on average; ``heads`` (q/k size, v size) of attention as it
+    runs.
 
     Args:
-        num_layers, num_heads: as they say. qk_dim, v_dim: sizes of a head in prefill. cache: numbers cached a token and layer.
-        latent: whether decode multiplies latents (MLA): q/k and v then have ``cache`` and ``cache`` - 64 numbers.
-        attention_weights, ffn_weights: weights of a layer that a token meets. expert_weights: of one routed expert, 0 when dense.
-        num_experts, top_k: of a layer. other_weights: embedding and output, of which a token meets the output's half.
+        num_layers, num_heads: as they say. qk_dim, v_dim: sizes of a head in prefill. cache: numbers cached a token and
+        layer. latent: whether decode multiplies latents (MLA): q/k and v then have ``cache`` and ``cache`` - 64
+        numbers. attention_weights, ffn_weights: weights of a layer that a token meets. expert_weights: of one routed
+        expert, 0 when dense. num_experts, top_k: of a layer. other_weights: embedding and output, of which a token
+        meets the output's half.
     """
 
     num_layers: int
@@ -269,7 +320,9 @@ class Served:
     def decode_bytes(self, batch, context, itemsize=2):
         """(cache, weights): bytes that one decode step reads."""
         read = self.attention_weights + self.ffn_weights + self.touched(batch) * self.expert_weights
-        return batch * context * self.cache * self.num_layers * itemsize, (read * self.num_layers + self.output_weights) * itemsize
+        return batch * context * self.cache * self.num_layers * itemsize, (
+            read * self.num_layers + self.output_weights
+        ) * itemsize
 
     def share(self, phase, context, *, batch=8, efficiency=1.0):
         """Attention's share (0 .. 1) of the time. ``efficiency``: speed of the attention core relative to the rest."""
@@ -279,21 +332,35 @@ class Served:
 
 def _v2_lite(dense):
     c = find("deepseek-v2-lite").config
-    attention = c.width * c.num_heads * c.qk_dim + c.width * (c.latent + c.rope_dim) + c.latent * c.num_heads * (c.nope_dim + c.v_dim) + c.num_heads * c.v_dim * c.width
+    attention = (
+        c.width * c.num_heads * c.qk_dim
+        + c.width * (c.latent + c.rope_dim)
+        + c.latent * c.num_heads * (c.nope_dim + c.v_dim)
+        + c.num_heads * c.v_dim * c.width
+    )
     routed = 0 if dense else c.num_layers - c.num_dense
     mlp, expert = 3 * c.width * c.dense_width, 3 * c.width * c.expert_width
     return Served(
         c.num_layers, c.num_heads, c.qk_dim, c.v_dim, c.latent + c.rope_dim, True, attention,
         (mlp * (c.num_layers - routed) + routed * (c.num_shared * expert + c.width * c.num_experts)) / c.num_layers,
-        round(expert * routed / c.num_layers), c.num_experts if routed else 0, c.top_k if routed else 0, c.vocab * c.width,
+        round(expert * routed / c.num_layers), c.num_experts if routed else 0, c.top_k if routed else 0,
+        c.vocab * c.width,
     )  # fmt: skip
 
 
 def models():
-    """{name: Served} of the arithmetic: DeepSeek-V2-Lite, the same with every layer dense, and a dense 7B with grouped heads."""
+    """{name: Served} of the arithmetic: DeepSeek-V2-Lite, the same with every layer dense, and a dense 7B with grouped
+    heads."""
     width, ffn, heads, kv, dim, layers, vocab = 3584, 18944, 28, 4, 128, 28, 152064  # Qwen2-7B, from its config.json
-    seven = Served(layers, heads, dim, dim, 2 * kv * dim, False, width * dim * (2 * heads + 2 * kv), 3 * width * ffn, 0, 0, 0, vocab * width)
-    return {"DeepSeek-V2-Lite": _v2_lite(False), "V2-Lite, every layer dense": _v2_lite(True), "dense 7B (Qwen2)": seven}
+    seven = Served(
+        layers, heads, dim, dim, 2 * kv * dim, False, width * dim * (2 * heads + 2 * kv), 3 * width * ffn, 0, 0, 0,
+        vocab * width,
+    )  # fmt: skip
+    return {
+        "DeepSeek-V2-Lite": _v2_lite(False),
+        "V2-Lite, every layer dense": _v2_lite(True),
+        "dense 7B (Qwen2)": seven,
+    }
 
 
 def crossing(model, phase, share, *, batch=8, efficiency=1.0, longest=1 << 22):
@@ -303,19 +370,30 @@ def crossing(model, phase, share, *, batch=8, efficiency=1.0, longest=1 << 22):
         return None
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if model.share(phase, middle, batch=batch, efficiency=efficiency) > share else (middle, high)
+        low, high = (
+            (low, middle) if model.share(phase, middle, batch=batch, efficiency=efficiency) > share else (middle, high)
+        )
     return high
 
 
 def share_table(lengths=(512, 4096, 16384, 131072), batch=8):
     """Attention's share by arithmetic, as a Markdown table."""
-    lines = ["| model | phase | " + " | ".join(plots.tokens(n) for n in lengths) + " | 30 % from |", "|:--|:--|" + "--:|" * (len(lengths) + 1)]
+    lines = [
+        "| model | phase | " + " | ".join(plots.tokens(n) for n in lengths) + " | 30 % from |",
+        "|:--|:--|" + "--:|" * (len(lengths) + 1),
+    ]
     for name, model in models().items():
         for phase in ("prefill", "decode"):
             cells = " | ".join(f"{100 * model.share(phase, n, batch=batch):.0f} %" for n in lengths)
             first = crossing(model, phase, 0.3, batch=batch)
-            lines.append(f"| {name} | {phase}{'' if phase == 'prefill' else f', {batch} requests'} | {cells} | {first:,} tokens |")
-    lines.append("\n*Prefill by FLOPs, decode by bytes, as if attention ran as near its limit as the rest; routers that choose evenly.*")
+            lines.append(
+                f"| {name} | {phase}{'' if phase == 'prefill' else f', {batch} requests'} | {cells} | {first:,} tokens "
+                f"|"
+            )
+    lines.append(
+        "\n*Prefill by FLOPs, decode by bytes, as if attention ran as near its limit as the rest; routers that choose "
+        "evenly.*"
+    )
     return Markdown("\n".join(lines))
 
 
@@ -323,14 +401,16 @@ def share_table(lengths=(512, 4096, 16384, 131072), batch=8):
 
 
 def implied_throughput(ttft_ms, itl_ms, *, concurrency=8, output_len=512):
-    """Output tokens a second of a batch that starts together: first tokens after ``ttft_ms``, then one each ``itl_ms``."""
+    """Output tokens a second of a batch that starts together: first tokens after ``ttft_ms``, then one each
+    ``itl_ms``."""
     return concurrency * output_len / (1e-3 * (ttft_ms + (output_len - 1) * itl_ms))
 
 
 def served(doc, impl, **changes):
     """The throughput row of a backend, None where there is none; ``changes`` of ``SERVED``."""
     rows = _whole(results.select(doc, impl, **{**SERVED, **changes})) if doc else []
-    # A run whose pool is sized to its requests shows the memory that they need; another one fills the fraction it was given.
+    # A run whose pool is sized to its requests shows the memory that they need; another one fills the fraction it was
+    # given.
     peaks = [e["peak_bytes"] for e in rows if e.get("peak_bytes")]
     return {**rows[-1], "peak_bytes": min(peaks, default=None)} if rows else None
 
@@ -371,8 +451,13 @@ def results_table(doc=None):
     lines = ["| | the article: 2 x A100, SGLang | here: one GPU, `ladder.engine`, steps 07 and 08 |", "|:--|--:|--:|"]
     for name, (what, unit, first, second) in ARTICLE.items():
         lines.append(f"| {what} | {_pair(first, second, unit)} | {_pair(_ours(old, name), _ours(new, name), unit)} |")
-    source = results.caption(doc, [e for e in (old, new) if e]) if doc else f"recorded by `{RECORDS['engine']}` on a GPU"
-    lines.append(f"\n*8 requests, 4,096 tokens in, 512 out, DeepSeek-V2-Lite in bf16; better in brackets. Ours with random weights, {source}.*")
+    source = (
+        results.caption(doc, [e for e in (old, new) if e]) if doc else f"recorded by `{RECORDS['engine']}` on a GPU"
+    )
+    lines.append(
+        f"\n*8 requests, 4,096 tokens in, 512 out, DeepSeek-V2-Lite in bf16; better in brackets. Ours with random "
+        f"weights, {source}.*"
+    )
     return Markdown("\n".join(lines))
 
 
@@ -396,13 +481,22 @@ def backends_table(doc=None, **changes):
 def long_table(doc=None, least=32768):
     """Peak memory and first token of every backend on prompts of ``least`` tokens and more, as a Markdown table."""
     doc = doc or record("engine")
-    rows = [e for e in _whole(results.select(doc, model=SERVED["model"])) if e["case"]["input_len"] >= least] if doc else []
+    rows = (
+        [e for e in _whole(results.select(doc, model=SERVED["model"])) if e["case"]["input_len"] >= least]
+        if doc
+        else []
+    )
     if not rows:
-        return missing("engine", f"prompts of {least:,} tokens, `--input-len {least} --output-len 16 --concurrency 1 --fit`")
+        return missing(
+            "engine", f"prompts of {least:,} tokens, `--input-len {least} --output-len 16 --concurrency 1 --fit`"
+        )
     lines = ["| tokens in, out, requests | backend | in steps of | TTFT, ms | peak memory |", "|:--|:--|--:|--:|--:|"]
     for e in sorted(rows, key=lambda e: (e["case"]["input_len"], e["case"]["concurrency"], e["impl"])):
         c, peak = e["case"], plots.size(e["peak_bytes"]) if e.get("peak_bytes") else "-"
-        lines.append(f"| {c['input_len']:,}, {c['output_len']}, {c['concurrency']} | {implementation_title(e['impl'])} | {e.get('chunk_tokens', c['input_len']):,} | {_short(e['ttft_ms'])} | {peak} |")
+        lines.append(
+            f"| {c['input_len']:,}, {c['output_len']}, {c['concurrency']} | {implementation_title(e['impl'])} | "
+            f"{e.get('chunk_tokens', c['input_len']):,} | {_short(e['ttft_ms'])} | {peak} |"
+        )
     lines.append(f"\n*{results.caption(doc, rows)}; random weights.*")
     return Markdown("\n".join(lines))
 
@@ -422,7 +516,10 @@ def dense_table(doc=None):
     if len(lines) == 2 or not dense:
         return missing("engine", "the dense control, `--model mla-dense --input-len 512`")
     notes = " ".join(e["note"] for e in dense if "note" in e)
-    lines.append(f"\n*{results.caption(doc, dense)}; random weights. The dense model is V2-Lite with every layer's experts replaced by one feed-forward block.{' ' + notes if notes else ''}*")
+    lines.append(
+        f"\n*{results.caption(doc, dense)}; random weights. The dense model is V2-Lite with every layer's experts "
+        f"replaced by one feed-forward block.{' ' + notes if notes else ''}*"
+    )
     return Markdown("\n".join(lines))
 
 
@@ -438,21 +535,30 @@ def quality_table(doc=None):
         return missing("engine_quality")
     lines = ["| policy | bits per byte | above exact | pairs of query and key visible |", "|:--|--:|--:|--:|"]
     for e in rows:
-        lines.append(f"| {e['case']['policy']} | {e['bits_per_byte']:.4f} | {e['bits_per_byte'] - exact['bits_per_byte']:+.4f} | {100 * e['visible_pairs']:.0f} % |")
+        lines.append(
+            f"| {e['case']['policy']} | {e['bits_per_byte']:.4f} | {e['bits_per_byte'] - exact['bits_per_byte']:+.4f} "
+            f"| {100 * e['visible_pairs']:.0f} % |"
+        )
     c = exact["case"]
-    lines.append(f"\n*tiny-moe, {c['sequences']} held-out sequences of {c['context']:,} tokens, second halves, {c['dtype']}; {results.caption(doc)}.*")
+    lines.append(
+        f"\n*tiny-moe, {c['sequences']} held-out sequences of {c['context']:,} tokens, second halves, {c['dtype']}; "
+        f"{results.caption(doc)}.*"
+    )
     return Markdown("\n".join(lines))
 
 
 def quality_here(tokens=1024, window=64):
-    """{policy: bits per byte} of tiny-moe on a source file of this repository, computed here in float32 by step 08's CPU path."""
+    """{policy: bits per byte} of tiny-moe on a source file of this repository, computed here in float32 by step 08's
+    CPU path."""
     from ladder.engine.quality import bits_per_byte
     from ladder.step08_dflash2 import RangeWindows
 
-    text = (Path(__file__).resolve().parents[2] / "step07_dflash1" / "kernel.py").read_bytes()[: tokens + 1]  # it does not change any more
+    # it does not change any more
+    text = (Path(__file__).resolve().parents[2] / "step07_dflash1" / "kernel.py").read_bytes()[: tokens + 1]
     rows = torch.tensor([list(text)])
     policies = {
-        "exact": None, f"sliding {window}": RangeWindows.sliding(window), f"sink 4 + window {window - 4}": RangeWindows.sink_window(4, window - 4),
+        "exact": None, f"sliding {window}": RangeWindows.sliding(window),
+        f"sink 4 + window {window - 4}": RangeWindows.sink_window(4, window - 4),
         f"sliding {4 * window}": RangeWindows.sliding(4 * window),
         f"last quarter exact, before it {window}": RangeWindows.prefix_local(-(tokens // 4), 4, window - 4),
     }  # fmt: skip
@@ -466,6 +572,7 @@ def quality_picture(found):
     entries = [(name, value, colour) for (name, value), colour in zip(found.items(), colours)]
     figure = plots.bars(
         entries, unit="bits per byte, second half of the text", highlight="exact",
-        note="Computed here: tiny-moe reads the first lines of a source file of this repository. Little text: read the order, not the third digit.",
+        note="Computed here: tiny-moe reads the first lines of a source file of this repository. Little text: read the "
+            "order, not the third digit.",
     )  # fmt: skip
     return plots.Picture(figure, f"bits per byte under {len(found)} window policies")

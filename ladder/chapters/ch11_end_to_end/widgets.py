@@ -1,4 +1,5 @@
-"""Explorers of chapters 09 and 11: the decision, Amdahl's law, the scheduler's timeline, the KV pool, attention's share."""
+"""Explorers of chapters 09 and 11: the decision, Amdahl's law, the scheduler's timeline, the KV pool, attention's
+share."""
 
 import math
 
@@ -22,12 +23,16 @@ def _log_slider(description, value, low, high, **options):
 
 
 class DecisionExplorer(Explorer):
-    """Is a better attention kernel worth it? The rule of ``python -m ladder.profile`` on numbers that the reader sets."""
+    """Is a better attention kernel worth it? The rule of ``python -m ladder.profile`` on numbers that the reader
+    sets."""
 
     title = "decision"
     EXPERTS = {"mixture of experts": True, "dense": False, "I do not know": None}
 
-    def __init__(self, share=45, communication=10, busy=92, step_ms=60, target_ms=40, context=32768, experts="mixture of experts", gpus=1):
+    def __init__(
+        self, share=45, communication=10, busy=92, step_ms=60, target_ms=40, context=32768,
+        experts="mixture of experts", gpus=1,
+    ):  # fmt: skip
         super().__init__()
         self.share = slider("attention, % of kernel time", share, 0, 100)
         self.communication = slider("communication, %", communication, 0, 100)
@@ -37,7 +42,10 @@ class DecisionExplorer(Explorer):
         self.context = _log_slider("longest context", context, 512, 131072)
         self.experts = choice("model", list(self.EXPERTS.items()), self.EXPERTS[experts])
         self.gpus = choice("GPUs", [1, 2, 8], gpus)
-        self.start([self.share, self.communication], [self.busy, self.context], [self.step_ms, self.target_ms], [self.experts, self.gpus])
+        self.start(
+            [self.share, self.communication], [self.busy, self.context], [self.step_ms, self.target_ms],
+            [self.experts, self.gpus],
+        )  # fmt: skip
 
     def found(self):
         """The controls as the measurement that ``ladder.profile`` would have made."""
@@ -45,10 +53,14 @@ class DecisionExplorer(Explorer):
         communication = min(self.communication.value / 100, 1 - share)
         work = self.step_ms.value * self.busy.value / 100
         return profile.Found(
-            device="a GPU", gpus=self.gpus.value, steps=1, step_ms=float(self.step_ms.value), work_ms=work, attention_share=share,
-            communication_share=communication, busy_share=self.busy.value / 100, dflash_names=[], attention_names={"attention": share * work},
-            other_names={"matrix products": (1 - share - communication) * work}, memory={}, memory_curve=[], moe=self.experts.value,
-            moe_because="as you said" if self.experts.value is not None else "", context=self.context.value, context_because="as you said",
+            device="a GPU", gpus=self.gpus.value, steps=1, step_ms=float(self.step_ms.value), work_ms=work,
+            attention_share=share,
+            communication_share=communication, busy_share=self.busy.value / 100, dflash_names=[],
+            attention_names={"attention": share * work},
+            other_names={"matrix products": (1 - share - communication) * work}, memory={}, memory_curve=[],
+            moe=self.experts.value,
+            moe_because="as you said" if self.experts.value is not None else "", context=self.context.value,
+            context_because="as you said",
         )  # fmt: skip
 
     def answer(self):
@@ -56,7 +68,8 @@ class DecisionExplorer(Explorer):
         return profile.decide(self.found(), float(self.target_ms.value))
 
     def end_to_end(self, gain):
-        """x as fast, a whole batch, when attention becomes ``gain`` x as fast: what no kernel fills is not shortened."""
+        """x as fast, a whole batch, when attention becomes ``gain`` x as fast: what no kernel fills is not
+        shortened."""
         found = self.found()
         return profiling.end_to_end(found.attention_share * found.busy_share, gain)
 
@@ -72,7 +85,10 @@ class DecisionExplorer(Explorer):
         ]
         left = 0.0
         for name, width, colour, hatch in parts:
-            bar.barh(0, width, left=left, color=colour, edgecolor=plots.INK, lw=0.7, hatch=hatch, label=f"{name}, {width:.0f} %", height=0.5)
+            bar.barh(
+                0, width, left=left, color=colour, edgecolor=plots.INK, lw=0.7, hatch=hatch,
+                label=f"{name}, {width:.0f} %", height=0.5,
+            )  # fmt: skip
             left += width
         threshold = 100 * profile.SHARE * found.busy_share
         bar.axvline(threshold, ymin=0.15, ymax=0.85, color=plots.RED, lw=2.2, ls="--")
@@ -81,7 +97,9 @@ class DecisionExplorer(Explorer):
         bar.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=2)
         gains = [self.end_to_end(g) for g in profiling.GAINS]
         for y, (gain, value) in enumerate(zip(profiling.GAINS, gains)):
-            chart.barh(y, value - 1, color=plots.GREEN, edgecolor=plots.INK, lw=0.6, hatch="xx" if gain == math.inf else None)
+            chart.barh(
+                y, value - 1, color=plots.GREEN, edgecolor=plots.INK, lw=0.6, hatch="xx" if gain == math.inf else None
+            )
             chart.text(value - 1 + 0.03 * max(g - 1 for g in gains), y, f" {value:.2f} x", va="center", fontsize=9)
         chart.set_yticks(range(len(gains)), ["in no time" if g == math.inf else f"{g:g} x" for g in profiling.GAINS])
         top = max(0.1, max(gains) - 1)
@@ -113,15 +131,18 @@ class AmdahlExplorer(Explorer):
         value, best = self.value(), profiling.end_to_end(share, math.inf)
         part = self.gain.value * (1 - share) / (self.gain.value * (1 - share) + share)
         text = (
-            f"A part that takes {self.share.value} % of the time and becomes {self.gain.value:.1f} x as fast makes the whole <b>{value:.2f} x</b> as fast; "
-            f"no kernel for it can give more than {best:.2f} x. Afterwards it takes {100 * (1 - part):.0f} % of what is left, "
+            f"A part that takes {self.share.value} % of the time and becomes {self.gain.value:.1f} x as fast makes the "
+            f"whole <b>{value:.2f} x</b> as fast; "
+            f"no kernel for it can give more than {best:.2f} x. Afterwards it takes {100 * (1 - part):.0f} % of what "
+            f"is left, "
             "which is the share that the next kernel starts from."
         )
         return figure, text
 
 
 class TimelineExplorer(Explorer):
-    """Continuous batching as it happens: the engine's own scheduler and page pool, with tokens counted and not computed."""
+    """Continuous batching as it happens: the engine's own scheduler and page pool, with tokens counted and not
+    computed."""
 
     title = "timeline of the scheduler"
     # name: (step of arrival, prompt tokens, answer tokens) of each request
@@ -143,7 +164,10 @@ class TimelineExplorer(Explorer):
     def run(self):
         """The ``end_to_end.Run`` of the controls; raises ValueError when a request can never fit."""
         return end_to_end.serve(
-            self.WORK[self.work.value], pages=self.pages.value, chunk_tokens=self.chunk_tokens.value, decode_every=self.decode_every.value
+            self.WORK[self.work.value],
+            pages=self.pages.value,
+            chunk_tokens=self.chunk_tokens.value,
+            decode_every=self.decode_every.value,
         )
 
     def draw(self):
@@ -164,15 +188,19 @@ class TimelineExplorer(Explorer):
         gaps = [b - a for request in run.requests for a, b in zip(request.times, request.times[1:])]
         redone = sum(m.tokens for m in run.marks if m.what == "prefill") - sum(prompt for _, prompt, _ in work)
         text = (
-            f"{len(used)} steps. First tokens come after {min(waits)} to {max(waits)} steps; between two tokens of an answer lie at most {max(gaps)}. "
-            f"<b>{run.preemptions} preemption{'' if run.preemptions == 1 else 's'}</b>" + (f", which cost {redone} tokens computed twice" if redone else "")
-            + f"; the pool was {100 * sum(used) / (len(used) * self.pages.value):.0f} % full on average and never overfull."
+            f"{len(used)} steps. First tokens come after {min(waits)} to {max(waits)} steps; between two tokens of an "
+            f"answer lie at most {max(gaps)}. "
+            f"<b>{run.preemptions} preemption{'' if run.preemptions == 1 else 's'}</b>" + (f", which cost {redone} "
+                f"tokens computed twice" if redone else "")
+            + f"; the pool was {100 * sum(used) / (len(used) * self.pages.value):.0f} % full on average and never "
+                f"overfull."
         )  # fmt: skip
         return figure, text
 
 
 class PoolExplorer(Explorer):
-    """Memory of a GPU that serves DeepSeek-V2-Lite: what is left for the KV pool, and how many requests that holds. Arithmetic."""
+    """Memory of a GPU that serves DeepSeek-V2-Lite: what is left for the KV pool, and how many requests that holds.
+    Arithmetic."""
 
     title = "KV pool and concurrency"
 
@@ -182,13 +210,19 @@ class PoolExplorer(Explorer):
         self.gpu = choice("GPU", list(end_to_end.GPUS.items()), end_to_end.GPUS[gpu])
         self.fraction = slider("memory fraction", fraction, 0.5, 0.99, 0.01)
         self.tokens = slider("tokens of a request", tokens, 512, 131072, 512)
-        self.step_keys = choice("keys of a prefill step", [(plots.tokens(n), n) for n in (8192, 65536, 131072, 262144)], steps)
+        self.step_keys = choice(
+            "keys of a prefill step", [(plots.tokens(n), n) for n in (8192, 65536, 131072, 262144)], steps
+        )
         self.start([self.gpu, self.fraction], [self.tokens, self.step_keys])
 
     def plan(self, fraction=None):
         """The ``MemoryPlan`` of the controls."""
         return end_to_end.memory_plan(
-            self.gpu.value, fraction or self.fraction.value, chunk_keys=self.step_keys.value, longest=self.tokens.value, weights=self.weights
+            self.gpu.value,
+            fraction or self.fraction.value,
+            chunk_keys=self.step_keys.value,
+            longest=self.tokens.value,
+            weights=self.weights,
         )
 
     def requests(self, fraction=None):
@@ -202,10 +236,13 @@ class PoolExplorer(Explorer):
         bottom = 0.0
         outside = plan.total * (1 - plan.fraction)
         for name, size, colour, hatch in (
-            ("weights", plan.weights, plots.GREY, None), ("activations", plan.activations + plan.reserve, plots.ORANGE, "\\\\\\"),
+            ("weights", plan.weights, plots.GREY, None),
+            ("activations", plan.activations + plan.reserve, plots.ORANGE, "\\\\\\"),
             ("KV pool", pool, plots.BLUE, None), ("left alone", outside, plots.PAPER, "//"),
         ):  # fmt: skip
-            bar.bar(0, size / 1e9, bottom=bottom / 1e9, color=colour, edgecolor=plots.INK, lw=0.7, hatch=hatch, width=0.6)
+            bar.bar(
+                0, size / 1e9, bottom=bottom / 1e9, color=colour, edgecolor=plots.INK, lw=0.7, hatch=hatch, width=0.6
+            )
             if size > 0.005 * plan.total:
                 bar.text(0.36, (bottom + size / 2) / 1e9, f"{name}, {plots.size(size)}", va="center", fontsize=9)
             bottom += size
@@ -214,24 +251,30 @@ class PoolExplorer(Explorer):
         curve.plot(fractions, [self.requests(f) for f in fractions], color=plots.BLUE, lw=1.8)
         for f in (0.85, 0.90, 0.95):
             curve.plot(f, self.requests(f), "s", color=plots.SKY, mec=plots.INK, ms=7)
-            curve.annotate(f"{self.requests(f):,}", (f, self.requests(f)), xytext=(-6, 5), textcoords="offset points", ha="right", fontsize=9)
+            curve.annotate(
+                f"{self.requests(f):,}", (f, self.requests(f)), xytext=(-6, 5), textcoords="offset points", ha="right",
+                fontsize=9,
+            )  # fmt: skip
         curve.plot(self.fraction.value, self.requests(), "o", color=plots.RED, mec=plots.INK, ms=9, zorder=5)
         curve.set(xlabel="memory fraction", xlim=(0.5, 1.0), ylim=(0, None))
         curve.set_title(f"requests of {self.tokens.value:,} tokens at once", fontsize=10.5)
         curve.grid(True, lw=0.6)
         if pool == 0:
-            text = "<b>Does not fit</b>: weights and activations leave nothing for the pool. The engine says so before it allocates anything."
+            text = "<b>Does not fit</b>: weights and activations leave nothing for the pool. The engine says so before it allocates anything."  # noqa: E501
         else:
             per_point = (self.plan(min(0.99, plan.fraction + 0.01)).pool - plan.pool) / max(1, plan.pool)
             text = (
-                f"The pool holds {plan.pages * 64:,} tokens: <b>{self.requests():,} requests</b> of {self.tokens.value:,}. One point of the fraction more is "
-                f"{100 * per_point:.1f} % more pool here; and the activations of a step are {plots.size(plan.activations)}, whatever the pool."
+                f"The pool holds {plan.pages * 64:,} tokens: <b>{self.requests():,} requests</b> of "
+                f"{self.tokens.value:,}. One point of the fraction more is "
+                f"{100 * per_point:.1f} % more pool here; and the activations of a step are "
+                f"{plots.size(plan.activations)}, whatever the pool."
             )
         return figure, text
 
 
 class ShareExplorer(Explorer):
-    """Attention's share of the time against context, from FLOPs (prefill) and bytes (decode), and what a kernel then gives."""
+    """Attention's share of the time against context, from FLOPs (prefill) and bytes (decode), and what a kernel then
+    gives."""
 
     title = "attention's share by arithmetic"
 
@@ -247,7 +290,10 @@ class ShareExplorer(Explorer):
     def shares(self, context=None):
         """{model: share 0 .. 1}."""
         return {
-            name: model.share(self.phase.value, context or self.context.value, batch=self.batch.value, efficiency=self.efficiency.value)
+            name: model.share(
+                self.phase.value, context or self.context.value, batch=self.batch.value,
+                efficiency=self.efficiency.value,
+            )  # fmt: skip
             for name, model in end_to_end.models().items()
         }
 
@@ -256,11 +302,19 @@ class ShareExplorer(Explorer):
         lengths = [2 ** (7 + n / 4) for n in range(45)]
         models = end_to_end.models()
         options = dict(batch=self.batch.value, efficiency=self.efficiency.value)
-        for (name, model), (style, colour) in zip(models.items(), (("-", plots.BLUE), ("--", plots.ORANGE), (":", plots.INK))):
-            axes.plot(lengths, [100 * model.share(self.phase.value, n, **options) for n in lengths], style, color=colour, lw=2.0, label=name)
+        for (name, model), (style, colour) in zip(
+            models.items(), (("-", plots.BLUE), ("--", plots.ORANGE), (":", plots.INK))
+        ):
+            axes.plot(
+                lengths, [100 * model.share(self.phase.value, n, **options) for n in lengths], style, color=colour,
+                lw=2.0, label=name,
+            )  # fmt: skip
         axes.axhline(100 * profile.SHARE, color=plots.RED, ls="--", lw=1.2)
         axes.axvline(self.context.value, color=plots.GREY, lw=1.2)
-        axes.set(xscale="log", xlim=(128, 262144), ylim=(0, 100), xlabel="context, tokens", ylabel="attention, per cent of the time")
+        axes.set(
+            xscale="log", xlim=(128, 262144), ylim=(0, 100), xlabel="context, tokens",
+            ylabel="attention, per cent of the time",
+        )  # fmt: skip
         ticks = [1 << n for n in range(7, 19)]
         axes.set_xticks(ticks, [plots.tokens(n) for n in ticks])
         axes.minorticks_off()
@@ -270,7 +324,12 @@ class ShareExplorer(Explorer):
         for name, share in self.shares().items():
             first = end_to_end.crossing(models[name], self.phase.value, profile.SHARE, **options)
             parts.append(
-                f"{name}: {100 * share:.0f} %, <b>{profiling.end_to_end(share, self.gain.value):.2f} x</b> end to end; 30 % from "
+                f"{name}: {100 * share:.0f} %, <b>{profiling.end_to_end(share, self.gain.value):.2f} x</b> end to end; "
+                f"30 % from "
                 + (f"{first:,} tokens" if first else "no length of practice")
             )
-        return figure, f"At {plots.tokens(self.context.value)}, with a kernel {self.gain.value:.1f} x as fast:<br>" + "<br>".join(parts)
+        return (
+            figure,
+            f"At {plots.tokens(self.context.value)}, with a kernel {self.gain.value:.1f} x as fast:<br>"
+            + "<br>".join(parts),
+        )

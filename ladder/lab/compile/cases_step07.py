@@ -13,8 +13,14 @@ from ladder.lab.compile.cases_step06 import recorder
 
 # See ``ladder.lab.compile.matrix``: tuned and recorded under Triton 3.6, where the first does not spill.
 KNOWN_SPILLS = (
-    ("sm_90", "decode d576/512 bfloat16 group 128", 512, "an exhibit, which stays as it was measured; step 08 has a kernel of its own for this"),
-    ("sm_100", "decode d576/512 bfloat16 group 128", 16, "an exhibit, which stays as it was measured; three words a tile"),
+    (
+        "sm_90", "decode d576/512 bfloat16 group 128", 512,
+        "an exhibit, which stays as it was measured; step 08 has a kernel of its own for this",
+    ),  # fmt: skip
+    (
+        "sm_100", "decode d576/512 bfloat16 group 128", 16,
+        "an exhibit, which stays as it was measured; three words a tile",
+    ),  # fmt: skip
 )
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # head sizes of q/k and v, dtype, causal with log-sum-exp (or dense without)
@@ -25,16 +31,21 @@ PREFILL = (
 )  # fmt: skip
 # head sizes, choices of a token (0: token order), page size (0: packed keys), dtype
 RAGGED = (
-    (128, 128, 0, 0, BF16), (128, 128, 6, 0, BF16), (192, 128, 8, 0, BF16), (128, 128, 0, 64, BF16), (128, 128, 0, 16, BF16),
+    (128, 128, 0, 0, BF16), (128, 128, 6, 0, BF16), (192, 128, 8, 0, BF16), (128, 128, 0, 64, BF16),
+    (128, 128, 0, 16, BF16),
     (128, 128, 0, 1, BF16), (192, 128, 0, 64, BF16), (64, 64, 0, 256, FP16), (128, 128, 0, 64, FP32),
 )  # fmt: skip
 LATENT = (576, 512)  # columns of MLA's cache and of its value
 # head sizes, query heads of a KV head, new tokens, page size, splits, dtype
 DECODE = (
-    (128, 128, 4, 1, 64, 1, BF16), (128, 128, 4, 1, 64, 5, BF16), (128, 128, 4, 1, 16, 5, BF16), (128, 128, 7, 1, 1, 5, BF16),
-    (128, 128, 6, 4, 48, 5, BF16), (128, 128, 16, 8, 64, 5, BF16), (64, 64, 8, 1, 64, 5, FP16), (80, 80, 1, 1, 64, 5, BF16),
-    (192, 128, 1, 1, 64, 5, BF16), (256, 256, 2, 1, 64, 5, BF16), (128, 128, 4, 1, 64, 5, FP32), (256, 256, 2, 1, 64, 5, FP32),
-    (576, 512, 16, 1, 64, 5, BF16), (576, 512, 128, 1, 64, 5, BF16), (576, 512, 128, 1, 64, 1, BF16), (576, 512, 16, 1, 64, 5, FP32),
+    (128, 128, 4, 1, 64, 1, BF16), (128, 128, 4, 1, 64, 5, BF16), (128, 128, 4, 1, 16, 5, BF16),
+    (128, 128, 7, 1, 1, 5, BF16),
+    (128, 128, 6, 4, 48, 5, BF16), (128, 128, 16, 8, 64, 5, BF16), (64, 64, 8, 1, 64, 5, FP16),
+    (80, 80, 1, 1, 64, 5, BF16),
+    (192, 128, 1, 1, 64, 5, BF16), (256, 256, 2, 1, 64, 5, BF16), (128, 128, 4, 1, 64, 5, FP32),
+    (256, 256, 2, 1, 64, 5, FP32),
+    (576, 512, 16, 1, 64, 5, BF16), (576, 512, 128, 1, 64, 5, BF16), (576, 512, 128, 1, 64, 1, BF16),
+    (576, 512, 16, 1, 64, 5, FP32),
 )  # fmt: skip
 
 
@@ -116,7 +127,9 @@ def compile_cases(shared_memory_bytes, capability, *, thorough=False):
         x, weight = torch.empty(1001, 256, dtype=dtype), torch.empty(64, 256, 176, dtype=dtype)
         tiles = torch.zeros(100, 2, dtype=torch.int32)
         name = f"{str(dtype)[6:]} 64 experts"
-        yield from launched(f"{name} gather", lambda: groups.grouped_matmul(x, weight, offsets, order=order, top_k=6, tiles=tiles))  # noqa: B023
+        yield from launched(
+            f"{name} gather", lambda: groups.grouped_matmul(x, weight, offsets, order=order, top_k=6, tiles=tiles)
+        )  # noqa: B023
         yield from launched(name, lambda: groups.grouped_matmul(x, weight, offsets, tiles=tiles))  # noqa: B023
     yield from launched("64 experts", lambda: groups.tile_map(offsets, 64, 6006))
     chosen = groups.TokenGroups(order, offsets, torch.zeros(1001, 6, dtype=torch.int32))

@@ -16,8 +16,19 @@ WINDOW = RangeWindows.sink_window(128, 4096)
 RANGES = RangeWindows([Range(0, 512, 4, 64), Range(512, -64, 64, 1024), Range(-64, None)])
 # See ``ladder.lab.compile.matrix``. The first spills under Triton 3.9, the second from 3.8 on, the others under 3.6.
 KNOWN_SPILLS = (
-    ("sm_90", "decode d576/512 bfloat16 group 128", 512, "tiles of 32 rows do not spill, and took 1.6 x as long, with windows 1.05 and 1.4 x; sm_90 needs it for those alone"),
-    ("sm_90", "MLA 8 heads q_len 4 page 16 splits 3", 48, "three words a tile of 74 KB that it waits for; memory binds"),
+    (
+        "sm_90",
+        "decode d576/512 bfloat16 group 128",
+        512,
+        "tiles of 32 rows do not spill, and took 1.6 x as long, with windows 1.05 and 1.4 x; sm_90 needs it for those "
+        "alone",
+    ),
+    (
+        "sm_90",
+        "MLA 8 heads q_len 4 page 16 splits 3",
+        48,
+        "three words a tile of 74 KB that it waits for; memory binds",
+    ),
     ("sm_100", "decode d576/512 float32 group 16", 192, "float32 on a latent cache serves to check other kernels"),
     ("sm_86", "prefill d192/128 bfloat16 dense 1024 64x32", 8, "two words a tile; not measured on such a card"),
     ("sm_86", "decode d576/512 bfloat16 group 16 q2", 16, "five words a tile; not measured on such a card"),
@@ -32,15 +43,20 @@ PREFILL = (
     (192, 128, BF16, True, 1001, dict(windows=WINDOW)), (256, 256, BF16, True, 1001, dict(windows=WINDOW)),
     (128, 128, BF16, False, 1001, dict(windows=WINDOW, right=31)), (128, 128, BF16, True, 1001, dict(windows=RANGES)),
     (128, 128, BF16, True, 1001, dict(softcap=50.0)), (256, 256, BF16, True, 1001, dict(softcap=50.0, windows=WINDOW)),
-    (128, 128, BF16, True, 1001, dict(sinks=True)), (128, 128, FP32, True, 1001, dict(windows=RANGES, softcap=50.0, sinks=True)),
-    (128, 128, BF16, True, 1, {}), (128, 128, BF16, True, 9, {}), (64, 64, BF16, True, 16, dict(windows=WINDOW, sinks=True)),
+    (128, 128, BF16, True, 1001, dict(sinks=True)),
+    (128, 128, FP32, True, 1001, dict(windows=RANGES, softcap=50.0, sinks=True)),
+    (128, 128, BF16, True, 1, {}), (128, 128, BF16, True, 9, {}),
+    (64, 64, BF16, True, 16, dict(windows=WINDOW, sinks=True)),
 )  # fmt: skip
 # head sizes, page size (0: packed keys), dtype, max_seqlen_q, what else
 RAGGED = (
-    (128, 128, 0, BF16, None, {}), (128, 128, 0, BF16, 4096, {}), (192, 128, 0, BF16, 4096, {}), (128, 128, 0, BF16, 1, {}),
+    (128, 128, 0, BF16, None, {}), (128, 128, 0, BF16, 4096, {}), (192, 128, 0, BF16, 4096, {}),
+    (128, 128, 0, BF16, 1, {}),
     (128, 128, 0, BF16, 4096, dict(windows=WINDOW)), (128, 128, 64, BF16, 4096, {}), (128, 128, 16, BF16, 4096, {}),
-    (128, 128, 1, BF16, None, {}), (192, 128, 64, BF16, 4096, {}), (64, 64, 256, FP16, 4096, {}), (128, 128, 64, FP32, None, {}),
-    (64, 64, 64, BF16, 4096, dict(windows=WINDOW, sinks=True)), (256, 256, 64, BF16, 4096, dict(windows=WINDOW, softcap=50.0)),
+    (128, 128, 1, BF16, None, {}), (192, 128, 64, BF16, 4096, {}), (64, 64, 256, FP16, 4096, {}),
+    (128, 128, 64, FP32, None, {}),
+    (64, 64, 64, BF16, 4096, dict(windows=WINDOW, sinks=True)),
+    (256, 256, 64, BF16, 4096, dict(windows=WINDOW, softcap=50.0)),
     (128, 128, 64, BF16, 4, dict(windows=WINDOW)),
 )  # fmt: skip
 
@@ -72,7 +88,9 @@ def prefill_compile_cases(capability, *, thorough=False):
     def launched(name, call):
         with (
             mock.patch.object(prefill, "device_code", lambda *_: stand_in),
-            mock.patch.object(dispatch, "machine", lambda _: dispatch.Machine(10 * capability[0] + capability[1], 132, False)),
+            mock.patch.object(
+                dispatch, "machine", lambda _: dispatch.Machine(10 * capability[0] + capability[1], 132, False)
+            ),
         ):
             call()
         for function, args, kwargs in launches:
@@ -92,14 +110,31 @@ def prefill_compile_cases(capability, *, thorough=False):
 
     cases = list(PREFILL)
     if thorough:
-        sizes = (16, 16), (32, 32), (40, 40), (64, 64), (80, 80), (96, 96), (128, 64), (128, 128), (136, 136), (192, 128), (192, 192), (224, 128)
+        sizes = (
+            (16, 16),
+            (32, 32),
+            (40, 40),
+            (64, 64),
+            (80, 80),
+            (96, 96),
+            (128, 64),
+            (128, 128),
+            (136, 136),
+            (192, 128),
+            (192, 192),
+            (224, 128),
+        )
         cases += [(d, dv, t, c, 1003, e) for d, dv in (*sizes, (256, 256)) for t in (BF16, FP32) for c in (False, True)
                     for e in ({}, dict(windows=WINDOW), dict(softcap=30.0))]  # fmt: skip
     for d, dv, dtype, causal, tokens, extra in cases:
         length = 1024 if tokens == 1024 else 1001  # 1001: no divisor that the compiler could use
-        q, k, v = (torch.empty(2, h, n, x, dtype=dtype) for h, n, x in ((8, tokens, d), (2, length, d), (2, length, dv)))
+        q, k, v = (
+            torch.empty(2, h, n, x, dtype=dtype) for h, n, x in ((8, tokens, d), (2, length, d), (2, length, dv))
+        )
         name = f"{named(d, dv, dtype, extra)} {'causal' if causal else 'dense'} {tokens}"
-        yield from launched(name, lambda: prefill.dense(q, k, v, causal=causal, return_lse=causal, **options(extra, dtype)))  # noqa: B023
+        yield from launched(
+            name, lambda: prefill.dense(q, k, v, causal=causal, return_lse=causal, **options(extra, dtype))
+        )  # noqa: B023
 
     cu = torch.tensor([0, 30, 1001], dtype=torch.int32)
     for d, dv, page, dtype, most, extra in RAGGED:

@@ -20,13 +20,16 @@ ATTENTION = (
 )  # fmt: skip
 # tokens, hidden (0: the latent comes projected), heads, absorbed columns, dtype
 MLA = (
-    (8, 2048, 16, 512, BF16), (64, 7168, 128, 512, BF16), (8, 2048, 16, 0, BF16), (4096, 0, 16, 0, BF16), (8, 0, 128, 512, FP16),
+    (8, 2048, 16, 512, BF16), (64, 7168, 128, 512, BF16), (8, 2048, 16, 0, BF16), (4096, 0, 16, 0, BF16),
+    (8, 0, 128, 512, FP16),
     (8, 2048, 16, 512, FP32),
 )  # fmt: skip
 # tokens, hidden, experts, top_k, groups, kept groups, dtype, dtype of the gate, sigmoid with bias
 ROUTER = (
-    (8, 2048, 64, 6, None, None, BF16, BF16, False), (8, 7168, 256, 8, 8, 4, BF16, BF16, True), (8, 7168, 256, 8, 8, 4, BF16, FP32, True),
-    (64, 7168, 256, 8, 8, 4, BF16, BF16, True), (64, 7168, 256, 8, 8, 4, BF16, FP32, True), (64, 5120, 160, 6, 8, 3, BF16, FP32, False),
+    (8, 2048, 64, 6, None, None, BF16, BF16, False), (8, 7168, 256, 8, 8, 4, BF16, BF16, True),
+    (8, 7168, 256, 8, 8, 4, BF16, FP32, True),
+    (64, 7168, 256, 8, 8, 4, BF16, BF16, True), (64, 7168, 256, 8, 8, 4, BF16, FP32, True),
+    (64, 5120, 160, 6, 8, 3, BF16, FP32, False),
     (64, 2048, 128, 8, None, None, BF16, BF16, False), (64, 7168, 384, 8, None, None, BF16, FP32, True),
     (8, 1000, 8, 2, None, None, FP16, FP16, False), (64, 2048, 64, 6, None, None, FP32, FP32, False),
     (16, 7168, 1024, 8, None, None, BF16, BF16, False),
@@ -51,7 +54,9 @@ def compile_cases(shared_memory_bytes, capability, *, thorough=False):
             mock.patch.object(launch, "kernels", lambda _: SimpleNamespace(**kernels)),
             mock.patch.object(append, "check_values", lambda *_: None),
             mock.patch.object(launch, "processors", lambda _: processors),
-            mock.patch.object(torch.nn.functional, "linear", lambda x, w, bias=None: x.new_empty(x.shape[0], w.shape[0])),
+            mock.patch.object(
+                torch.nn.functional, "linear", lambda x, w, bias=None: x.new_empty(x.shape[0], w.shape[0])
+            ),
         ):
             call()
         for function, args, kwargs in launches:
@@ -66,11 +71,16 @@ def compile_cases(shared_memory_bytes, capability, *, thorough=False):
 
     for tokens, hidden, heads, kv_heads, dim, rot, dtype, norms, bias, interleaved in ATTENTION:
         columns, (positions, slots) = (heads + 2 * kv_heads) * dim, tokens_of(tokens)
-        cos, cache, norm = empty(99, rot // 2, dtype=FP32), empty(7, 64, kv_heads, dim, dtype=dtype), empty(dim, dtype=dtype)
+        cos, cache, norm = empty(99, rot // 2, dtype=FP32), empty(
+            7, 64, kv_heads, dim, dtype=dtype,
+        ), empty(dim, dtype=dtype)  # fmt: skip
         call = lambda: fusion.fused_qkv_rope_append(  # noqa: E731
-            empty(tokens, hidden, dtype=dtype), empty(columns, hidden, dtype=dtype), cos, cos, positions, cache, cache, slots,  # noqa: B023
-            num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, bias=empty(columns, dtype=dtype) if bias else None,  # noqa: B023
-            q_norm_weight=norm if norms else None, k_norm_weight=norm if norms else None, interleaved=interleaved,  # noqa: B023
+            empty(tokens, hidden, dtype=dtype), empty(columns, hidden, dtype=dtype), cos, cos, positions, cache, cache,
+            slots,  # noqa: B023
+            num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, bias=empty(columns, dtype=dtype) if bias else None,
+             # noqa: B023
+            q_norm_weight=norm if norms else None, k_norm_weight=norm if norms else None, interleaved=interleaved,
+             # noqa: B023
         )  # fmt: skip
         name = f"T{tokens} {hidden} {heads}/{kv_heads} d{dim} rot {rot} {str(dtype)[6:]}"
         yield from launched(name + " norms" * norms + " bias" * bias, call)
@@ -79,8 +89,10 @@ def compile_cases(shared_memory_bytes, capability, *, thorough=False):
         positions, slots = tokens_of(tokens)
         cos, cache = empty(99, 32, dtype=FP32), empty(7, 64, 576, dtype=dtype)
         call = lambda: fusion.fused_mla_append(  # noqa: E731
-            empty(tokens, hidden or 576, dtype=dtype), empty(512, dtype=dtype), cos, cos, positions, cache, slots,  # noqa: B023
-            empty(tokens, heads, 64, dtype=dtype), weight=empty(576, hidden, dtype=dtype) if hidden else None,  # noqa: B023
+            empty(tokens, hidden or 576, dtype=dtype), empty(512, dtype=dtype), cos, cos, positions, cache, slots,
+             # noqa: B023
+            empty(tokens, heads, 64, dtype=dtype), weight=empty(576, hidden, dtype=dtype) if hidden else None,
+             # noqa: B023
             q_nope=empty(tokens, heads, nope, dtype=dtype) if nope else None,  # noqa: B023
         )  # fmt: skip
         yield from launched(f"T{tokens} {hidden or 'projected'} heads {heads} absorbed {nope} {str(dtype)[6:]}", call)
@@ -88,7 +100,8 @@ def compile_cases(shared_memory_bytes, capability, *, thorough=False):
     for tokens, hidden, experts, top_k, groups, kept, dtype, gate_dtype, sigmoid in ROUTER:
         x = empty(tokens, hidden, dtype=dtype)
         call = lambda: fusion.fused_norm_router(  # noqa: E731
-            x, x, empty(hidden, dtype=dtype), empty(experts, hidden, dtype=gate_dtype), top_k=top_k, num_groups=groups,  # noqa: B023
+            x, x, empty(hidden, dtype=dtype), empty(experts, hidden, dtype=gate_dtype), top_k=top_k, num_groups=groups,
+             # noqa: B023
             topk_groups=kept, scoring="sigmoid" if sigmoid else "softmax",  # noqa: B023
             correction_bias=empty(experts, dtype=FP32) if sigmoid else None,  # noqa: B023
         )  # fmt: skip

@@ -63,14 +63,21 @@ class Compiled:
 
     @property
     def hot_loop_spills(self):
-        """Spills in the shortest loops with products and exponentials, where no tile is masked: those cost all the time."""
+        """Spills in the shortest loops with products and exponentials, where no tile is masked: those cost all the
+        time."""
         code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;\n]*);", self.sass)]
         place = {at: i for i, (at, _) in enumerate(code)}
         ends = ((re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text), i) for i, (_, text) in enumerate(code))
-        loops = [(place[int(m[1], 16)], i) for m, i in ends if m and int(m[1], 16) in place and place[int(m[1], 16)] < i]
+        loops = [
+            (place[int(m[1], 16)], i) for m, i in ends if m and int(m[1], 16) in place and place[int(m[1], 16)] < i
+        ]
         products = [i for i, (_, text) in enumerate(code) if "HGMMA" in text or "HMMA" in text]
         exponentials = [i for i, (_, text) in enumerate(code) if "MUFU.EX2" in text]
-        loops = [(a, b) for a, b in loops if any(a <= i <= b for i in products) and sum(a <= i <= b for i in exponentials) >= 4]
+        loops = [
+            (a, b)
+            for a, b in loops
+            if any(a <= i <= b for i in products) and sum(a <= i <= b for i in exponentials) >= 4
+        ]
         hot = [(a, b) for a, b in loops if b - a <= 1.2 * min(d - c for c, d in loops)]
         return sum(1 for a, b in hot for _, text in code[a : b + 1] if re.search(r"\b(STL|LDL)\b", text))
 
@@ -87,7 +94,8 @@ class _StandInDriver:
         return self._target
 
     def get_current_device(self):
-        # A kernel keeps one compiler per device number, the first target's for ever: each target needs a number of its own.
+        # A kernel keeps one compiler per device number, the first target's for ever: each target needs a number of its
+        # own.
         return self._target.arch
 
     def get_current_stream(self, device=0):

@@ -9,8 +9,9 @@ Where the kernels come from: a rung that has Triton kernels has a module ``cases
 that yields ``(name, kernel, args, kwargs)``: a name for the table, the ``triton.jit`` function, and the arguments of a
 launch as the rung itself makes it on a processor with that much shared memory and that compute capability. Tensors are
 made on the meta device, so shapes cost nothing. A rung that gets such a module is found by itself. It may also have
-``KNOWN_SPILLS``, rows (target, start of a name, most bytes of stack, reason): kernels that spill under some compiler and
-ship all the same, because what does not spill was measured to be slower. They are listed at the end, with the reason.
+``KNOWN_SPILLS``, rows (target, start of a name, most bytes of stack, reason): kernels that spill under some compiler
+and ship all the same, because what does not spill was measured to be slower. They are listed at the end, with the
+reason.
 
 Each version of Triton is installed by pip into a folder of its own and used by a subprocess that has this folder at the
 front of its path, so the environment stays as it is.
@@ -60,7 +61,8 @@ def known_spill(rung, target, case, stack_bytes):
 def compile_rows(targets=TARGETS, chosen=None, *, thorough=False):
     """Compile and yield a dict a kernel: rung, case, target, registers, spills, shared, instructions, problem, known.
 
-    ``problem`` is None, or why this kernel must not ship; ``known`` why one that spills does. Triton's interpreter has to be off in this process.
+    ``problem`` is None, or why this kernel must not ship; ``known`` why one that spills does. Triton's interpreter has
+    to be off in this process.
     """
     for rung in rungs.RUNGS if chosen is None else chosen:
         for target in targets:
@@ -77,7 +79,8 @@ def compile_rows(targets=TARGETS, chosen=None, *, thorough=False):
                     continue
                 limit = SHARED_MEMORY_LIMIT[target]
                 problem = known = None
-                # A word or two spilled between tiles costs next to nothing; in the loop over whole tiles it costs all the time.
+                # A word or two spilled between tiles costs next to nothing; in the loop over whole tiles it costs all
+                # the time.
                 harmless = code.local <= FEW_BYTES and not code.hot_loop_spills
                 if code.spills and not harmless:
                     known = known_spill(rung, target, name, code.local)
@@ -195,7 +198,10 @@ def main(argv=None):
     if options.json:
         results.write_text(options.json, json.dumps(rows, indent=1) + "\n")
     known = [row for row in rows if row.get("known")]
-    print(f"\n{len(rows)} kernels, {len(failures)} that must not ship" + f", {len(known)} that spill and ship" * bool(known))
+    print(
+        f"\n{len(rows)} kernels, {len(failures)} that must not ship"
+        + f", {len(known)} that spill and ship" * bool(known)
+    )
     for row in known:
         print(f"  Triton {row['triton']}, {row['target']}, {row['rung']} {row['case']}: {row['known']}")
     for row in failures:

@@ -68,7 +68,8 @@ def describe(config, compiled, head_dim, head_dim_v, dtype):
     """One row of recorded results."""
     case = {
         "mode": "compile", "target": compiled.target, "D": head_dim, "Dv": head_dim_v, "causal": False,
-        "dtype": str(dtype).removeprefix("torch."), "precision": config["PRECISION"], **{name: config[name] for name in GRID},
+        "dtype": str(dtype).removeprefix("torch."), "precision": config["PRECISION"],
+        **{name: config[name] for name in GRID},
     }  # fmt: skip
     return results.row(
         case, "step05_fused", registers=compiled.registers, spill_stores=compiled.spill_stores,

@@ -30,7 +30,8 @@ def fused_qkv_rope_append(
     Args:
         x: (T, hidden) float16, bfloat16 or float32, any strides.
         weight_qkv: ((Hq + 2 Hkv) * D, hidden), as in ``nn.Linear``: rows of queries, of keys, of values.
-        cos, sin: (max_positions, rot_dim / 2), from ``rope_tables``. rot_dim may be less than D: the first rot_dim columns
+        cos, sin: (max_positions, rot_dim / 2), from ``rope_tables``. rot_dim may be less than D: the first rot_dim
+        columns
             of a head are rotated, the others pass.
         positions: (T,) int32 or int64.
         k_cache, v_cache: (num_pages, page_size, Hkv, D), written in place.
@@ -44,7 +45,8 @@ def fused_qkv_rope_append(
         out: (T, Hq, D) for the queries, any strides. None allocates.
         workspace: a ``DecodeWorkspace`` for partial sums, which calls on one stream may share. None allocates. Not used
             under ``torch.compile``, which plans memory itself.
-        fused: True: one launch for all; False: a library's product, then one pass; None: True up to ``ONE_LAUNCH_TOKENS`` tokens.
+        fused: True: one launch for all; False: a library's product, then one pass; None: True up to
+        ``ONE_LAUNCH_TOKENS`` tokens.
 
     Returns:
         q (T, Hq, D). Norm and rotation are float32; with one launch so is what enters them. A position outside the
@@ -74,7 +76,9 @@ def fused_qkv_rope_append(
         expect(name, cache, ("num_pages", "page_size", num_kv_heads, head_dim), own, device)
         check_cache(name, cache)
     if v_cache.shape != k_cache.shape:
-        raise ValueError(f"{RUNG}: v_cache has shape {tuple(v_cache.shape)}; want {tuple(k_cache.shape)}, that of k_cache")
+        raise ValueError(
+            f"{RUNG}: v_cache has shape {tuple(v_cache.shape)}; want {tuple(k_cache.shape)}, that of k_cache"
+        )
     expect("slot_mapping", slot_mapping, (tokens,), INTEGERS, device, contiguous=True)
     norm_eps = check_number("norm_eps", norm_eps)
     check_options(workspace, device, interleaved=interleaved, fused=fused)
@@ -98,20 +102,21 @@ def fused_mla_append(
     """Multi-head latent attention before the kernel: latent into its paged cache, queries rotated and put together.
 
     Args:
-        x: (T, rank + rot_dim), the output of the KV down projection (``kv_a_proj_with_mqa``); with ``weight`` the hidden
-            state (T, hidden) that it projects. float16, bfloat16 or float32, any strides.
+        x: (T, rank + rot_dim), the output of the KV down projection (``kv_a_proj_with_mqa``); with ``weight`` the
+            hidden state (T, hidden) that it projects. float16, bfloat16 or float32, any strides.
         kv_norm_weight: (rank,), RMSNorm of the latent (``kv_a_layernorm``); rank is 512 in DeepSeek-V2 and V3.
         cos, sin: (max_positions, rot_dim / 2), from ``rope_tables``; rot_dim is 64 there.
         positions, slot_mapping: (T,), as in ``fused_qkv_rope_append``.
         latent_cache: (num_pages, page_size, rank + rot_dim), written in place: the normed latent, then the rotated key.
         q_pe: (T, H, rot_dim), the rotary columns of the queries, any strides.
         weight: (rank + rot_dim, hidden) of the down projection, or None when x is its output.
-        q_nope: (T, H, n), the other columns, already multiplied by the key's up projection (absorbed: n is the rank), or None.
+        q_nope: (T, H, n), the other columns, already multiplied by the key's up projection (absorbed: n is the rank),
+            or None.
         norm_eps: of the norm.
-        interleaved: pairs are neighbours, as DeepSeek's weights have them. Pairs stay where they are: Hugging Face's code
-            moves them apart, in queries and keys alike, which leaves every score the same.
-        out: (T, H, rot_dim), or (T, H, n + rot_dim) with q_nope, any strides. Without q_nope it may be q_pe itself, which is
-            then turned where it stands. None allocates.
+        interleaved: pairs are neighbours, as DeepSeek's weights have them. Pairs stay where they are: Hugging Face's
+            code moves them apart, in queries and keys alike, which leaves every score the same.
+        out: (T, H, rot_dim), or (T, H, n + rot_dim) with q_nope, any strides. Without q_nope it may be q_pe itself,
+            which is then turned where it stands. None allocates.
         workspace, fused: as in ``fused_qkv_rope_append``; without ``weight`` there is no product and neither matters.
 
     Returns:
@@ -130,7 +135,9 @@ def fused_mla_append(
     rank, width = kv_norm_weight.shape[0], latent_cache.shape[2]
     rot_dim = width - rank
     if rank < 1 or rot_dim < 2 or rot_dim % 2:
-        raise ValueError(f"{RUNG}: latent_cache has {width} columns, kv_norm_weight {rank}; want an even number more, rot_dim")
+        raise ValueError(
+            f"{RUNG}: latent_cache has {width} columns, kv_norm_weight {rank}; want an even number more, rot_dim"
+        )
     if weight is None:
         expect("x", x, (tokens, width), own)
     else:
@@ -144,7 +151,8 @@ def fused_mla_append(
     check_options(workspace, device, interleaved=interleaved, fused=fused)
     out = output("out", out, x, (tokens, num_heads, rot_dim + (0 if q_nope is None else q_nope.shape[2])))
     arguments = (
-        x, weight, kv_norm_weight, cos, sin, positions, slot_mapping, latent_cache, q_pe, q_nope, out, norm_eps, interleaved, fused,
+        x, weight, kv_norm_weight, cos, sin, positions, slot_mapping, latent_cache, q_pe, q_nope, out, norm_eps,
+        interleaved, fused,
     )  # fmt: skip
     if launch.as_operator():
         torch.ops.ladder.dflash2_mla_append(*arguments)
@@ -155,7 +163,8 @@ def fused_mla_append(
 
 @outside_autocast
 def _qkv_rope_append(
-    x, weight, bias, q_norm, k_norm, cos, sin, positions, slots, k_cache, v_cache, out, num_heads, eps, interleaved, fused,
+    x, weight, bias, q_norm, k_norm, cos, sin, positions, slots, k_cache, v_cache, out, num_heads, eps, interleaved,
+    fused,
     workspace=None,
 ):  # fmt: skip
     num_kv_heads, head_dim = k_cache.shape[2:]
@@ -177,15 +186,20 @@ def _qkv_rope_append(
     cache = (cos.shape[0], num_slots, k_cache.shape[1], eps)
     with torch.cuda.device_of(x):  # the launch goes to the current device
         if tokens <= launch.ONE_LAUNCH_TOKENS if fused is None else fused:
-            config = launch.projection_config(tokens, units, head_dim, hidden, x.element_size(), launch.processors(x.device))
+            config = launch.projection_config(
+                tokens, units, head_dim, hidden, x.element_size(), launch.processors(x.device)
+            )
             row_tiles = -(-tokens // config["BLOCK_T"])
             splits = config.pop("splits")
             programs = row_tiles * units * config["TILES"] * splits
-            partials, counters = launch.scratch(workspace, x, splits, config["TILES"], tokens * units * head_dim, row_tiles * units)
+            partials, counters = launch.scratch(
+                workspace, x, splits, config["TILES"], tokens * units * head_dim, row_tiles * units
+            )
             kernels.dflash2_qkv_rope_append[(programs,)](
                 x, weight, bias, q_norm, k_norm, cos, sin, positions, slots, out, k_cache, v_cache, partials, counters,
                 *x.stride(), *weight.stride(), *places,
-                tokens, hidden, launch.per_split(hidden, splits, config), splits, row_tiles, num_heads, num_kv_heads, *cache,
+                tokens, hidden, launch.per_split(hidden, splits, config), splits, row_tiles, num_heads, num_kv_heads,
+                *cache,
                 HEAD_DIM=head_dim, **rotation, **config,
             )  # fmt: skip
         else:
@@ -201,7 +215,8 @@ def _qkv_rope_append(
 
 @outside_autocast
 def _mla_append(
-    x, weight, norm, cos, sin, positions, slots, latent_cache, q_pe, q_nope, out, eps, interleaved, fused, workspace=None,
+    x, weight, norm, cos, sin, positions, slots, latent_cache, q_pe, q_nope, out, eps, interleaved, fused,
+    workspace=None,
 ):  # fmt: skip
     num_slots = latent_cache.shape[0] * latent_cache.shape[1]
     check_values(cos, positions, slots, num_slots)
@@ -227,12 +242,16 @@ def _mla_append(
             config = dict(TILES=1, BLOCK_T=max(1, 2048 // power(rank)), BLOCK_N=16, BLOCK_K=16, FINISH_T=1, EVEN=False,
                           PRECISION="ieee", num_warps=4, num_stages=1)  # fmt: skip
         else:
-            config = launch.projection_config(tokens, 1, rank + rot_dim, inner, x.element_size(), launch.processors(x.device))
+            config = launch.projection_config(
+                tokens, 1, rank + rot_dim, inner, x.element_size(), launch.processors(x.device)
+            )
             splits = config.pop("splits")
             per_split, weight_strides = launch.per_split(inner, splits, config), weight.stride()
         row_tiles = -(-tokens // config["BLOCK_T"])
         if weight is not None:
-            partials, counters = launch.scratch(workspace, x, splits, config["TILES"], tokens * (rank + rot_dim), row_tiles)
+            partials, counters = launch.scratch(
+                workspace, x, splits, config["TILES"], tokens * (rank + rot_dim), row_tiles
+            )
         block_q = max(1, min(16, 4096 // power(max(nope, rot_dim))))
         latent_programs = row_tiles * config["TILES"] * splits
         kernels.dflash2_mla_append[(latent_programs + -(-tokens * num_heads // block_q),)](
@@ -250,20 +269,37 @@ def _mla_append(
 
 @torch.library.custom_op("ladder::dflash2_qkv_rope_append", mutates_args=("k_cache", "v_cache", "out"))
 def _qkv_rope_append_op(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
     cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
     k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor,
     num_heads: int, eps: float, interleaved: bool, fused: bool | None,
 ) -> None:  # fmt: skip
     _qkv_rope_append(
-        x, weight, bias, q_norm, k_norm, cos, sin, positions, slots, k_cache, v_cache, out, num_heads, eps, interleaved, fused
+        x,
+        weight,
+        bias,
+        q_norm,
+        k_norm,
+        cos,
+        sin,
+        positions,
+        slots,
+        k_cache,
+        v_cache,
+        out,
+        num_heads,
+        eps,
+        interleaved,
+        fused,
     )
 
 
 @torch.library.custom_op("ladder::dflash2_mla_append", mutates_args=("latent_cache", "out"))
 def _mla_append_op(
     x: torch.Tensor, weight: torch.Tensor | None, norm: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-    positions: torch.Tensor, slots: torch.Tensor, latent_cache: torch.Tensor, q_pe: torch.Tensor, q_nope: torch.Tensor | None,
+    positions: torch.Tensor, slots: torch.Tensor, latent_cache: torch.Tensor, q_pe: torch.Tensor,
+    q_nope: torch.Tensor | None,
     out: torch.Tensor, eps: float, interleaved: bool, fused: bool | None,
 ) -> None:  # fmt: skip
     _mla_append(x, weight, norm, cos, sin, positions, slots, latent_cache, q_pe, q_nope, out, eps, interleaved, fused)

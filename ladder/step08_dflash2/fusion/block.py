@@ -1,8 +1,9 @@
 """A whole attention block in step 08's schedule: what a decoder layer does up to its experts, in five launches or six.
 
-add and norm -> projection, rotation, cache -> attention -> output projection -> add, norm, router. Rows are few in decode:
-there the first product, its epilogue and the append are one kernel, and so are norm, gate, choice and counts behind it, as
-far as one kernel was measured to be faster than two: see ``ONE_LAUNCH_TOKENS`` and ``REREAD_BYTES`` in ``launch``.
+add and norm -> projection, rotation, cache -> attention -> output projection -> add, norm, router. Rows are few in
+decode: there the first product, its epilogue and the append are one kernel, and so are norm, gate, choice and counts
+behind it, as far as one kernel was measured to be faster than two: see ``ONE_LAUNCH_TOKENS`` and ``REREAD_BYTES`` in
+``launch``.
 """
 
 from dataclasses import dataclass, fields
@@ -26,12 +27,13 @@ class AttentionBatch:
 
     positions: (T,) int32 or int64. slot_mapping: (T,), the cache slot of each token; negative: not stored.
     block_table: (B, max_pages) int32. seq_lens: (B,) int32, keys of each sequence, its new tokens included.
-    cu_seqlens_q: (B + 1,) int32, where each sequence's new tokens start: prefill, in chunks or whole. None: decode, the same
-        number of new tokens for each sequence, one after another.
+    cu_seqlens_q: (B + 1,) int32, where each sequence's new tokens start: prefill, in chunks or whole. None: decode, the
+        same number of new tokens for each sequence, one after another.
     max_seqlen_q: an upper bound of the new tokens of a sequence, or None.
-    context_slots, cu_seqlens_k: for MLA's prefill on a cached context, which is projected again from the cache: the slots of
-        all keys of all sequences, new ones included, (total_k,), and where each sequence starts in them, (B + 1,) int32.
-        None: there is no context, the new tokens are all there is, and each of them has a slot.
+    context_slots, cu_seqlens_k: for MLA's prefill on a cached context, which is projected again from the cache: the
+    slots of
+        all keys of all sequences, new ones included, (total_k,), and where each sequence starts in them, (B + 1,)
+        int32. None: there is no context, the new tokens are all there is, and each of them has a slot.
     """
 
     positions: torch.Tensor
@@ -46,8 +48,8 @@ class AttentionBatch:
 
 @dataclass(frozen=True)
 class Router:
-    """How a block chooses experts: num_experts, and the keywords of ``fused_norm_router``. gate_dtype None is the block's;
-    correction_bias says whether there is one."""
+    """How a block chooses experts: num_experts, and the keywords of ``fused_norm_router``. gate_dtype None is the
+    block's; correction_bias says whether there is one."""
 
     num_experts: int
     top_k: int
@@ -67,7 +69,8 @@ class Router:
 
 
 class BlockOutput(NamedTuple):
-    """What the experts (or a dense MLP) take on: see ``fused_norm_router``. The last three are None without a router."""
+    """What the experts (or a dense MLP) take on: see ``fused_norm_router``. The last three are None without a
+    router."""
 
     normed: torch.Tensor
     residual: torch.Tensor
@@ -77,9 +80,12 @@ class BlockOutput(NamedTuple):
 
 
 class _Block(nn.Module):
-    """What both kinds of block share: parameters without gradients, the norm before, the projection and router behind."""
+    """What both kinds of block share: parameters without gradients, the norm before, the projection and router
+    behind."""
 
-    def __init__(self, hidden, attended, num_heads, *, norm_eps, scale, windows, softcap, sinks, router, dtype, device, **flags):
+    def __init__(
+        self, hidden, attended, num_heads, *, norm_eps, scale, windows, softcap, sinks, router, dtype, device, **flags
+    ):
         super().__init__()
         self.hidden, self.num_heads = check_integer(RUNG, "hidden", hidden, 1), num_heads
         self.norm_eps = check_number("norm_eps", norm_eps)
@@ -102,7 +108,9 @@ class _Block(nn.Module):
         if router is not None:
             self.gate = self._matrix(router.num_experts, hidden, dtype=router.gate_dtype or dtype)
             if router.correction_bias:
-                self.correction_bias = self._parameter(torch.zeros(router.num_experts, dtype=torch.float32, device=device))
+                self.correction_bias = self._parameter(
+                    torch.zeros(router.num_experts, dtype=torch.float32, device=device)
+                )
 
     def _parameter(self, x):
         return nn.Parameter(x, requires_grad=False)
@@ -136,7 +144,10 @@ class _Block(nn.Module):
             raise TypeError(f"{RUNG}: batch.seq_lens is {batch.seq_lens!r}; want a torch.Tensor (B,)")
         sequences = batch.seq_lens.shape[0]
         if (tokens % sequences if sequences else tokens) != 0:
-            raise ValueError(f"{RUNG}: x has {tokens} tokens for {sequences} sequences; want as many for each in decode, or cu_seqlens_q")
+            raise ValueError(
+                f"{RUNG}: x has {tokens} tokens for {sequences} sequences; want as many for each in decode, or "
+                f"cu_seqlens_q"
+            )
         return tokens // sequences if sequences else 1
 
 
@@ -160,7 +171,8 @@ class DFlash2AttentionBlock(_Block):
     """
 
     def __init__(
-        self, hidden, num_heads, num_kv_heads, head_dim, *, qkv_bias=False, qk_norm=False, interleaved=False, scale=None,
+        self, hidden, num_heads, num_kv_heads, head_dim, *, qkv_bias=False, qk_norm=False, interleaved=False,
+        scale=None,
         windows=None, softcap=0.0, sinks=False, norm_eps=1e-6, router=None, dtype=torch.bfloat16, device="cpu",
     ):  # fmt: skip
         num_heads, num_kv_heads, head_dim = (
@@ -168,7 +180,8 @@ class DFlash2AttentionBlock(_Block):
             for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim))
         )
         super().__init__(
-            hidden, num_heads * head_dim, num_heads, norm_eps=norm_eps, scale=scale, windows=windows, softcap=softcap, sinks=sinks,
+            hidden, num_heads * head_dim, num_heads, norm_eps=norm_eps, scale=scale, windows=windows, softcap=softcap,
+            sinks=sinks,
             router=router, dtype=dtype, device=device, interleaved=interleaved, qkv_bias=qkv_bias, qk_norm=qk_norm,
         )  # fmt: skip
         if num_heads % num_kv_heads:
@@ -184,12 +197,12 @@ class DFlash2AttentionBlock(_Block):
         """Run the block on T tokens.
 
         Args:
-            x: (T, hidden), the output of the layer before. residual: (T, hidden) to add to it, or None in the first layer.
-            cos, sin: from ``rope_tables``.
+            x: (T, hidden), the output of the layer before. residual: (T, hidden) to add to it, or None in the first
+            layer. cos, sin: from ``rope_tables``.
             batch: ``AttentionBatch``.
             k_cache, v_cache: (num_pages, page_size, Hkv, D); the new keys and values are written into their slots.
-            workspace: a ``DecodeWorkspace``, which the calls of one stream may share. None allocates. With one, and after
-                one call with the largest shapes, a CUDA graph may capture this; nothing waits for the device.
+            workspace: a ``DecodeWorkspace``, which the calls of one stream may share. None allocates. With one, and
+                after one call with the largest shapes, a CUDA graph may capture this; nothing waits for the device.
 
         Returns:
             BlockOutput.
@@ -208,31 +221,42 @@ class DFlash2AttentionBlock(_Block):
         options = dict(scale=self.scale, windows=self.windows, softcap=self.softcap, sinks=self.sinks)
         if batch.cu_seqlens_q is not None:
             attended = dflash2_paged_prefill(
-                q, k_cache, v_cache, batch.block_table, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, **options
+                q,
+                k_cache,
+                v_cache,
+                batch.block_table,
+                batch.seq_lens,
+                batch.cu_seqlens_q,
+                batch.max_seqlen_q,
+                **options,
             )
         else:
             q_len = self._q_len(batch, x.shape[0])
             q = q.view(len(batch.seq_lens), q_len, self.num_heads, self.head_dim)
-            attended = dflash2_decode(q, k_cache, v_cache, batch.block_table, batch.seq_lens, workspace=workspace, **options)
+            attended = dflash2_decode(
+                q, k_cache, v_cache, batch.block_table, batch.seq_lens, workspace=workspace, **options
+            )
         return self._finish(attended.reshape(len(x), self.num_heads * self.head_dim), residual, workspace)
 
 
 class DFlash2MLABlock(_Block):
-    """A block with multi-head latent attention (DeepSeek-V2, V3): decode on the latent cache with the projections absorbed,
-    prefill with keys and values projected from it, which costs a third of the products there.
+    """A block with multi-head latent attention (DeepSeek-V2, V3): decode on the latent cache with the projections
+    absorbed, prefill with keys and values projected from it, which costs a third of the products there.
 
     Args:
         hidden, num_heads: sizes.
         qk_nope_head_dim, qk_rope_head_dim, kv_lora_rank, v_head_dim: as in the models' config.json.
         q_lora_rank: rank of the queries' projection (V2, V3), or None for one matrix (V2-Lite).
-        scale: None is 1/sqrt(qk_nope_head_dim + qk_rope_head_dim); times ``yarn_mscale(...)**2`` where the model scales so.
+        scale: None is 1/sqrt(qk_nope_head_dim + qk_rope_head_dim); times ``yarn_mscale(...)**2`` where the model scales
+            so.
         interleaved: which columns are rotary pairs; see ``fused_mla_append``.
         windows, softcap, sinks, norm_eps, router, dtype, device: as in ``DFlash2AttentionBlock``.
 
     Parameters, to be loaded or assigned; none wants gradients:
-        input_norm, post_norm: (hidden,). weight_q: (H * (nope + rope), hidden or q_lora_rank). weight_q_a: (q_lora_rank,
-        hidden) and q_a_norm: (q_lora_rank,), or None. weight_kv_a: (kv_lora_rank + rope, hidden). kv_a_norm: (kv_lora_rank,).
-        weight_kv_b: (H * (nope + v), kv_lora_rank). weight_o: (hidden, H * v). gate, correction_bias, sinks as asked for.
+        input_norm, post_norm: (hidden,). weight_q: (H * (nope + rope), hidden or q_lora_rank). weight_q_a:
+        (q_lora_rank, hidden) and q_a_norm: (q_lora_rank,), or None. weight_kv_a: (kv_lora_rank + rope, hidden).
+        kv_a_norm: (kv_lora_rank,). weight_kv_b: (H * (nope + v), kv_lora_rank). weight_o: (hidden, H * v). gate,
+        correction_bias, sinks as asked for.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what is wanted.
@@ -242,17 +266,21 @@ class DFlash2MLABlock(_Block):
 
     def __init__(
         self, hidden, num_heads, *, qk_nope_head_dim=128, qk_rope_head_dim=64, kv_lora_rank=512, v_head_dim=128,
-        q_lora_rank=None, scale=None, interleaved=True, windows=None, softcap=0.0, sinks=False, norm_eps=1e-6, router=None,
+        q_lora_rank=None, scale=None, interleaved=True, windows=None, softcap=0.0, sinks=False, norm_eps=1e-6,
+        router=None,
         dtype=torch.bfloat16, device="cpu",
     ):  # fmt: skip
         num_heads, v_head_dim, nope, rope, rank = (
             check_integer(RUNG, name, value, 1)
-            for name, value in (("num_heads", num_heads), ("v_head_dim", v_head_dim), ("qk_nope_head_dim", qk_nope_head_dim),
+            for name, value in (("num_heads", num_heads), ("v_head_dim", v_head_dim),
+                                ("qk_nope_head_dim", qk_nope_head_dim),
                                 ("qk_rope_head_dim", qk_rope_head_dim), ("kv_lora_rank", kv_lora_rank))
         )  # fmt: skip
         super().__init__(
-            hidden, num_heads * v_head_dim, num_heads, norm_eps=norm_eps, scale=(nope + rope) ** -0.5 if scale is None else scale,
-            windows=windows, softcap=softcap, sinks=sinks, router=router, dtype=dtype, device=device, interleaved=interleaved,
+            hidden, num_heads * v_head_dim, num_heads, norm_eps=norm_eps,
+            scale=(nope + rope) ** -0.5 if scale is None else scale,
+            windows=windows, softcap=softcap, sinks=sinks, router=router, dtype=dtype, device=device,
+            interleaved=interleaved,
         )  # fmt: skip
         self.nope, self.rope, self.rank, self.v_head_dim, self.interleaved = nope, rope, rank, v_head_dim, interleaved
         self.weight_q_a = self.q_a_norm = None
@@ -283,7 +311,8 @@ class DFlash2MLABlock(_Block):
             q_nope = torch.bmm(q_nope.transpose(0, 1), up[:, : self.nope]).transpose(0, 1)
         q = fused_mla_append(
             normed, self.kv_a_norm, cos, sin, batch.positions, latent_cache, batch.slot_mapping, q_pe,
-            weight=self.weight_kv_a, q_nope=q_nope, norm_eps=self.norm_eps, interleaved=self.interleaved, workspace=workspace,
+            weight=self.weight_kv_a, q_nope=q_nope, norm_eps=self.norm_eps, interleaved=self.interleaved,
+            workspace=workspace,
         )  # fmt: skip
         options = dict(scale=self.scale, windows=self.windows, softcap=self.softcap, sinks=self.sinks)
         if decode:
@@ -303,9 +332,14 @@ class DFlash2MLABlock(_Block):
             raise ValueError(f"{RUNG}: one of context_slots and cu_seqlens_k is None; want both, or neither")
         slots = batch.slot_mapping if batch.context_slots is None else batch.context_slots
         cu_seqlens_k = batch.cu_seqlens_q if batch.cu_seqlens_k is None else batch.cu_seqlens_k
-        slots, page_size = slots.long().clamp(min=0), latent_cache.shape[1]  # padding behind the last sequence has no slot
+        # padding behind the last sequence has no slot
+        slots, page_size = slots.long().clamp(min=0), latent_cache.shape[1]
         rows = latent_cache[slots // page_size, slots % page_size]
         kv = nn.functional.linear(rows[:, : self.rank], self.weight_kv_b)
-        k_nope, v = kv.view(len(rows), self.num_heads, self.nope + self.v_head_dim).split([self.nope, self.v_head_dim], dim=2)
+        k_nope, v = kv.view(len(rows), self.num_heads, self.nope + self.v_head_dim).split(
+            [self.nope, self.v_head_dim], dim=2
+        )
         k = torch.cat((k_nope, rows[:, None, self.rank :].expand(-1, self.num_heads, -1)), dim=2)
-        return dflash2_varlen(q, k, v, batch.cu_seqlens_q, cu_seqlens_k, batch.max_seqlen_q, None, causal=True, **options)
+        return dflash2_varlen(
+            q, k, v, batch.cu_seqlens_q, cu_seqlens_k, batch.max_seqlen_q, None, causal=True, **options
+        )

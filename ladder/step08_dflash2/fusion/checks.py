@@ -20,7 +20,10 @@ def expect(name, x, shape, dtypes, device=None, *, optional=False, contiguous=Fa
     if x is None and optional:
         return
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{RUNG}: {name} is a {type(x).__name__}; want a torch.Tensor {_layout(shape)}{', or None' if optional else ''}")
+        raise TypeError(
+            f"{RUNG}: {name} is a {type(x).__name__}; want a torch.Tensor "
+            f"{_layout(shape)}{', or None' if optional else ''}"
+        )
     if x.ndim != len(shape) or any(not isinstance(n, str) and n != m for n, m in zip(shape, x.shape)):
         raise ValueError(f"{RUNG}: {name} has shape {tuple(x.shape)}; want {_layout(shape)}")
     if x.dtype not in dtypes:
@@ -47,7 +50,9 @@ def check_rotation(cos, sin, positions, tokens, columns, what, device, *, whole=
     expect("sin", sin, tuple(cos.shape), (cos.dtype,), device, contiguous=True)
     if (2 * cos.shape[1] != columns) if whole else not 0 < 2 * cos.shape[1] <= columns:
         wanted = f"{columns // 2}" if whole else f"1 to {columns // 2}"
-        raise ValueError(f"{RUNG}: cos has {cos.shape[1]} columns; want {wanted}, pairs of the {columns} columns of {what}")
+        raise ValueError(
+            f"{RUNG}: cos has {cos.shape[1]} columns; want {wanted}, pairs of the {columns} columns of {what}"
+        )
     expect("positions", positions, (tokens,), INTEGERS, device, contiguous=True)
 
 
@@ -57,9 +62,13 @@ def check_values(cos, positions, slots, num_slots):
         return
     low, high = (int(n) for n in positions.aminmax())
     if low < 0 or high >= cos.shape[0]:
-        raise ValueError(f"{RUNG}: positions holds {low if low < 0 else high}; want 0 .. {cos.shape[0] - 1}, the rows of cos")
+        raise ValueError(
+            f"{RUNG}: positions holds {low if low < 0 else high}; want 0 .. {cos.shape[0] - 1}, the rows of cos"
+        )
     if int(slots.max()) >= num_slots:
-        raise ValueError(f"{RUNG}: slot_mapping holds {int(slots.max())}; want at most {num_slots - 1}, the last slot of the cache")
+        raise ValueError(
+            f"{RUNG}: slot_mapping holds {int(slots.max())}; want at most {num_slots - 1}, the last slot of the cache"
+        )
 
 
 def check_options(workspace, device, *, fused, **flags):
@@ -68,7 +77,9 @@ def check_options(workspace, device, *, fused, **flags):
     if fused is not None:
         check_flag(RUNG, "fused", fused)
     if workspace is not None and not isinstance(workspace, DecodeWorkspace):
-        raise TypeError(f"{RUNG}: workspace is a {type(workspace).__name__}; want a DecodeWorkspace on {device}, or None")
+        raise TypeError(
+            f"{RUNG}: workspace is a {type(workspace).__name__}; want a DecodeWorkspace on {device}, or None"
+        )
     if workspace is not None and workspace.partials.device != device:
         raise ValueError(f"{RUNG}: workspace is on {workspace.partials.device}; want a DecodeWorkspace on {device}")
 

@@ -1,15 +1,19 @@
-"""Device code of step 08's coarse fusion: what stands before attention and after it, with no intermediate result in memory.
+"""Device code of step 08's coarse fusion: what stands before attention and after it, with no intermediate result in
+memory.
 
-A product with few rows is bound by the bytes of its weight, so it is cut into many programs: tiles of columns times splits
-of the inner dimension. Each leaves a float32 partial sum; whoever arrives last at a unit (a head, a latent, a tile of rows)
-adds the partial sums in a fixed order and finishes the unit: norm, rotation, cache; or scores and choice. Bits repeat.
+A product with few rows is bound by the bytes of its weight, so it is cut into many programs: tiles of columns times
+splits of the inner dimension. Each leaves a float32 partial sum; whoever arrives last at a unit (a head, a latent, a
+tile of rows) adds the partial sums in a fixed order and finishes the unit: norm, rotation, cache; or scores and choice.
+Bits repeat.
 """
 
 import triton
 import triton.language as tl
 
 # What changes from call to call: its value must not make another kernel.
-ANY_LENGTH = ["tokens", "splits", "row_tiles", "max_positions", "num_slots", "page_size", "heads_in_turn", "scaling", "eps"]
+ANY_LENGTH = [
+    "tokens", "splits", "row_tiles", "max_positions", "num_slots", "page_size", "heads_in_turn", "scaling", "eps",
+]  # fmt: skip
 
 
 @triton.jit
@@ -110,7 +114,9 @@ def dflash2_store_pairs(
 
 
 @triton.jit
-def dflash2_angles(cos_ptr, sin_ptr, positions_ptr, token, token_ok, max_positions, ROT: tl.constexpr, HALF: tl.constexpr):
+def dflash2_angles(
+    cos_ptr, sin_ptr, positions_ptr, token, token_ok, max_positions, ROT: tl.constexpr, HALF: tl.constexpr
+):
     """cos and sin, (rows, HALF) float32, of each token's position; NaN for a position that the tables do not hold."""
     position = tl.load(positions_ptr + token, mask=token_ok, other=0).to(tl.int64)
     pair = tl.arange(0, HALF)
@@ -151,13 +157,17 @@ def dflash2_cache_rows(slots_ptr, token, token_ok, num_slots, page_size, stride_
 def dflash2_finish_head(
     src_ptr, row_offsets, stride_c, stride_split, splits, bias_ptr, q_norm_ptr, k_norm_ptr, cos, sin,
     q_ptr, k_ptr, v_ptr, slots_ptr, token, token_ok, unit,
-    stride_qt, stride_qh, stride_qd, stride_kp, stride_ks, stride_kh, stride_kd, stride_vp, stride_vs, stride_vh, stride_vd,
+    stride_qt, stride_qh, stride_qd, stride_kp, stride_ks, stride_kh, stride_kd, stride_vp, stride_vs, stride_vh,
+    stride_vd,
     num_heads, num_kv_heads, num_slots, page_size, eps,
-    HEAD_DIM: tl.constexpr, ROT: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, PARTIAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROT: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
+    PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """One head of some tokens: (bias,) norm, rotation, and to q, or to its slot of the cache."""
     first = unit * HEAD_DIM
-    a, b = dflash2_load_pairs(src_ptr, row_offsets, token_ok, first, stride_c, stride_split, splits, ROT, HALF, INTERLEAVED, PARTIAL)
+    a, b = dflash2_load_pairs(
+        src_ptr, row_offsets, token_ok, first, stride_c, stride_split, splits, ROT, HALF, INTERLEAVED, PARTIAL
+    )
     other = tl.arange(0, REST)
     rest_ok = token_ok[:, None] & (other < HEAD_DIM - ROT)[None, :]
     offsets = row_offsets[:, None] + (first + ROT + other).to(tl.int64)[None, :] * stride_c
@@ -203,12 +213,14 @@ def dflash2_finish_head(
 def dflash2_rope_append(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, q_ptr, k_ptr, v_ptr,
     stride_xt, stride_xc,
-    stride_qt, stride_qh, stride_qd, stride_kp, stride_ks, stride_kh, stride_kd, stride_vp, stride_vs, stride_vh, stride_vd,
+    stride_qt, stride_qh, stride_qd, stride_kp, stride_ks, stride_kh, stride_kd, stride_vp, stride_vs, stride_vh,
+    stride_vd,
     tokens, num_heads, num_kv_heads, max_positions, num_slots, page_size, eps, heads_in_turn,
     HEAD_DIM: tl.constexpr, ROT: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Many tokens: the pass behind a library's product; heads in turn share the angles; grid (token tiles, head tiles)."""
+    """Many tokens: the pass behind a library's product; heads in turn share the angles; grid (token tiles, head
+    tiles)."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     token_ok = token < tokens
     cos, sin = dflash2_angles(cos_ptr, sin_ptr, positions_ptr, token, token_ok, max_positions, ROT, HALF)
@@ -225,9 +237,11 @@ def dflash2_rope_append(
 
 @triton.jit(do_not_specialize=ANY_LENGTH)
 def dflash2_qkv_rope_append(
-    x_ptr, weight_ptr, bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, q_ptr, k_ptr, v_ptr,
+    x_ptr, weight_ptr, bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, q_ptr, k_ptr,
+    v_ptr,
     partials_ptr, counters_ptr, stride_xt, stride_xk, stride_wn, stride_wk,
-    stride_qt, stride_qh, stride_qd, stride_kp, stride_ks, stride_kh, stride_kd, stride_vp, stride_vs, stride_vh, stride_vd,
+    stride_qt, stride_qh, stride_qd, stride_kp, stride_ks, stride_kh, stride_kd, stride_vp, stride_vs, stride_vh,
+    stride_vd,
     tokens, inner, per_split, splits, row_tiles, num_heads, num_kv_heads, max_positions, num_slots, page_size, eps,
     HEAD_DIM: tl.constexpr, ROT: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
     TILES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -261,12 +275,14 @@ def dflash2_qkv_rope_append(
 
 @triton.jit
 def dflash2_finish_latent(
-    src_ptr, row_offsets, stride_c, stride_split, splits, norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, cache_ptr, token, token_ok,
+    src_ptr, row_offsets, stride_c, stride_split, splits, norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr,
+    cache_ptr, token, token_ok,
     stride_cp, stride_cs, stride_cd, max_positions, num_slots, page_size, eps,
     RANK: tl.constexpr, BLOCK_R: tl.constexpr, ROT: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """The latents of some tokens: norm of the first RANK columns, rotation of the others, to their slots of the cache."""
+    """The latents of some tokens: norm of the first RANK columns, rotation of the others, to their slots of the
+    cache."""
     column = tl.arange(0, BLOCK_R)
     mask = token_ok[:, None] & (column < RANK)[None, :]
     offsets = row_offsets[:, None] + column.to(tl.int64)[None, :] * stride_c
@@ -276,9 +292,13 @@ def dflash2_finish_latent(
     rows, write = dflash2_cache_rows(slots_ptr, token, token_ok, num_slots, page_size, stride_cp, stride_cs)
     latent = (latent * scale[:, None] * weight[None, :]).to(cache_ptr.dtype.element_ty)
     tl.store(cache_ptr + rows[:, None] + column.to(tl.int64)[None, :] * stride_cd, latent, mask=mask & write[:, None])
-    a, b = dflash2_load_pairs(src_ptr, row_offsets, token_ok, RANK, stride_c, stride_split, splits, ROT, HALF, INTERLEAVED, PARTIAL)
+    a, b = dflash2_load_pairs(
+        src_ptr, row_offsets, token_ok, RANK, stride_c, stride_split, splits, ROT, HALF, INTERLEAVED, PARTIAL
+    )
     cos, sin = dflash2_angles(cos_ptr, sin_ptr, positions_ptr, token, token_ok, max_positions, ROT, HALF)
-    dflash2_store_pairs(cache_ptr, rows, write, a * cos - b * sin, b * cos + a * sin, RANK, stride_cd, ROT, HALF, INTERLEAVED)
+    dflash2_store_pairs(
+        cache_ptr, rows, write, a * cos - b * sin, b * cos + a * sin, RANK, stride_cd, ROT, HALF, INTERLEAVED
+    )
 
 
 @triton.jit
@@ -294,7 +314,9 @@ def dflash2_finish_queries(
     token, head = row // num_heads, row % num_heads
     row_ok = token < tokens
     cos, sin = dflash2_angles(cos_ptr, sin_ptr, positions_ptr, token, row_ok, max_positions, ROT, HALF)
-    a, b = dflash2_load_pairs(q_pe_ptr, token * stride_pt + head * stride_ph, row_ok, 0, stride_pd, 0, 1, ROT, HALF, INTERLEAVED, False)
+    a, b = dflash2_load_pairs(
+        q_pe_ptr, token * stride_pt + head * stride_ph, row_ok, 0, stride_pd, 0, 1, ROT, HALF, INTERLEAVED, False
+    )
     slot = tl.load(slots_ptr + token, mask=row_ok, other=-1)
     poison = tl.where(slot < num_slots, 0.0, float("nan"))[:, None]  # a slot outside the cache must not pass unseen
     rows = token * stride_qt + head * stride_qh
@@ -335,7 +357,8 @@ def dflash2_mla_append(
     elif not PROJECT:
         token = pid * BLOCK_T + tl.arange(0, BLOCK_T)
         dflash2_finish_latent(
-            x_ptr, token.to(tl.int64) * stride_xt, stride_xk, 0, 1, norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr,
+            x_ptr, token.to(tl.int64) * stride_xt, stride_xk, 0, 1, norm_ptr, cos_ptr, sin_ptr, positions_ptr,
+            slots_ptr,
             cache_ptr, token, token < tokens, stride_cp, stride_cs, stride_cd, max_positions, num_slots, page_size, eps,
             RANK, BLOCK_R, ROT, HALF, INTERLEAVED, False,
         )  # fmt: skip
@@ -352,7 +375,8 @@ def dflash2_mla_append(
             for start in range(first, tl.minimum(first + BLOCK_T, tokens), FINISH_T):
                 token = start + tl.arange(0, FINISH_T)
                 dflash2_finish_latent(
-                    partials_ptr, token.to(tl.int64) * (RANK + ROT), 1, tl.cast(tokens, tl.int64) * (RANK + ROT), splits,
+                    partials_ptr, token.to(tl.int64) * (RANK + ROT), 1, tl.cast(tokens, tl.int64) * (RANK + ROT),
+                    splits,
                     norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, cache_ptr, token, token < tokens,
                     stride_cp, stride_cs, stride_cd, max_positions, num_slots, page_size, eps,
                     RANK, BLOCK_R, ROT, HALF, INTERLEAVED, True,
@@ -462,9 +486,11 @@ def dflash2_norm_router(
     TOPK_GROUPS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_TOPK: tl.constexpr, SIGMOID: tl.constexpr, TOP2: tl.constexpr,
     RENORMALIZE: tl.constexpr, ONE_TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gate product, scores, choice and counts, with NORM the add and norm before; grid (row tiles * expert TILES * splits,).
+    """Gate product, scores, choice and counts, with NORM the add and norm before; grid (row tiles * expert TILES *
+    splits,).
 
-    With NORM every program reads its rows whole for the sum of squares (few rows: they lie in L2), but stores only its split.
+    With NORM every program reads its rows whole for the sum of squares (few rows: they lie in L2), but stores only its
+    split.
     """
     pid = tl.program_id(0)
     row_tile, pid = pid % row_tiles, pid // row_tiles
@@ -503,7 +529,8 @@ def dflash2_norm_router(
             weight = tl.load(norm_ptr + offset + k, mask=inside, other=0.0).to(tl.float32)
             x = (x.to(tl.float32) * scale[:, None] * weight[None, :]).to(x.dtype)
             tl.store(normed_ptr + row64 * hidden + k64[None, :], x, mask=mask & (tile == 0))
-        acc = tl.dot(x.to(gate.dtype), gate, acc, input_precision=PRECISION)  # of the rounded rows, which the experts see
+        # of the rounded rows, which the experts see
+        acc = tl.dot(x.to(gate.dtype), gate, acc, input_precision=PRECISION)
     place = (split.to(tl.int64) * tokens + row)[:, None] * num_experts + expert[None, :]
     tl.store(partials_ptr + place, acc, mask=row_ok[:, None] & (expert < num_experts)[None, :])
 

@@ -1,10 +1,11 @@
-"""Coarse fusion: the work before attention (projection, norm, rotation, cache) and after it (norm, router) in one launch
-where rows are few, in a library's product and one pass where they are many.
+"""Coarse fusion: the work before attention (projection, norm, rotation, cache) and after it (norm, router) in one
+launch where rows are few, in a library's product and one pass where they are many.
 
-Where the line lies is arithmetic. A product of T rows does T FLOP for each byte of its weight (two bytes an element), and a
-GPU that multiplies at 793 TFLOP/s and reads 4.4 TB/s can do 180. Of few rows the weight's bytes are all that counts: one kernel
-streams them once and finishes in the same launch. Of more than ``FEW_TOKENS`` it would stream them again for every tile of 64
-rows. Measured, the library's product and one pass over its result win earlier, from ``ONE_LAUNCH_TOKENS`` on.
+Where the line lies is arithmetic. A product of T rows does T FLOP for each byte of its weight (two bytes an element),
+and a GPU that multiplies at 793 TFLOP/s and reads 4.4 TB/s can do 180. Of few rows the weight's bytes are all that
+counts: one kernel streams them once and finishes in the same launch. Of more than ``FEW_TOKENS`` it would stream them
+again for every tile of 64 rows. Measured, the library's product and one pass over its result win earlier, from
+``ONE_LAUNCH_TOKENS`` on.
 """
 
 import torch
@@ -14,12 +15,15 @@ from ladder.step06_paged.attention import processors  # noqa: F401 - the launche
 from ..dispatch import device_code
 
 FEW_TOKENS = 64  # rows up to which one launch can do product and epilogue: one tile of rows, so the weight is read once
-ONE_LAUNCH_TOKENS = 16  # and up to which it does unless told: at 8 it is 8 to 20 % faster than two, at 64 16 % to 5 x slower
-REREAD_BYTES = 1 << 17  # rows up to which every program of the router norms for itself: at 229 kB two launches are 22 % faster
+# and up to which it does unless told: at 8 it is 8 to 20 % faster than two, at 64 16 % to 5 x slower
+ONE_LAUNCH_TOKENS = 16
+# rows up to which every program of the router norms for itself: at 229 kB two launches are 22 % faster
+REREAD_BYTES = 1 << 17
 
 
 def few_rows_to_route(x, residual):
-    """Whether norm and router take one launch: every program reads all rows, which must cost less than a second launch."""
+    """Whether norm and router take one launch: every program reads all rows, which must cost less than a second
+    launch."""
     row_bytes = x.shape[1] * x.element_size() * (1 if residual is None else 2)
     return x.shape[0] <= min(FEW_TOKENS, REREAD_BYTES // row_bytes)
 
@@ -27,7 +31,8 @@ def few_rows_to_route(x, residual):
 def projection_config(tokens, units, unit_columns, inner, itemsize, num_processors):
     """Tiles and splits of a product with few rows, ``units`` groups of ``unit_columns`` output columns.
 
-    Two programs for each processor or more keep enough of the weight in flight; a split shorter than two tiles would not.
+    Two programs for each processor or more keep enough of the weight in flight; a split shorter than two tiles would
+    not.
     """
     block_t = max(16, min(64 if itemsize == 2 else 32, power(tokens)))
     block_n = next((n for n in (64, 32, 16) if unit_columns % n == 0), 32)
@@ -39,20 +44,22 @@ def projection_config(tokens, units, unit_columns, inner, itemsize, num_processo
     return dict(
         splits=splits, TILES=tiles, BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_K=block_k,
         FINISH_T=max(1, min(block_t, 4096 // itemsize // power(unit_columns))), EVEN=inner % block_k == 0,
-        PRECISION="tf32" if itemsize == 2 else "ieee", num_warps=4, num_stages=(4 if block_t <= 32 else 3) if itemsize == 2 else 2,
+        PRECISION="tf32" if itemsize == 2 else "ieee", num_warps=4,
+        num_stages=(4 if block_t <= 32 else 3) if itemsize == 2 else 2,
     )  # fmt: skip
 
 
 def pass_config(tokens, units, head_dim, num_processors):
-    """Tiles of the pass behind a library's product: 2048 elements, and as many heads in turn as leave four programs for each
-    processor, because heads share the angles."""
+    """Tiles of the pass behind a library's product: 2048 elements, and as many heads in turn as leave four programs for
+    each processor, because heads share the angles."""
     block_t = max(1, min(16, 2048 // power(head_dim)))
     tiles = -(-tokens // block_t)
     return dict(BLOCK_T=block_t, heads_in_turn=max(1, min(8, tiles * units // (4 * num_processors))), num_warps=4)
 
 
 def router_config(tokens, num_experts, hidden, num_groups, itemsize, same_dtype, one_launch, num_processors):
-    """Tiles and splits of the router: programs score a tile of experts for a tile of rows over a part of the hidden columns.
+    """Tiles and splits of the router: programs score a tile of experts for a tile of rows over a part of the hidden
+    columns.
 
     Few rows: narrow tiles, because whoever finishes a row tile reads all its partial sums alone. Many: 64 rows by all
     experts, as far as registers allow, so that neither rows nor gate are read more often than they must.
@@ -89,7 +96,8 @@ def per_split(inner, splits, config):
 
 
 def scratch(workspace, x, splits, tiles, elements, counters):
-    """Float32 partial sums and counters of a launch, out of ``workspace`` or new; zeroed counters, if any will be counted."""
+    """Float32 partial sums and counters of a launch, out of ``workspace`` or new; zeroed counters, if any will be
+    counted."""
     elements *= splits
     if workspace is not None:
         return workspace.reserve(elements, counters)
@@ -99,7 +107,9 @@ def scratch(workspace, x, splits, tiles, elements, counters):
 
 def rotation(cos, head_dim, interleaved):
     rot_dim = 2 * cos.shape[1]
-    return dict(ROT=rot_dim, HALF=power(max(rot_dim // 2, 1)), REST=power(max(head_dim - rot_dim, 1)), INTERLEAVED=interleaved)
+    return dict(
+        ROT=rot_dim, HALF=power(max(rot_dim // 2, 1)), REST=power(max(head_dim - rot_dim, 1)), INTERLEAVED=interleaved
+    )
 
 
 def power(n):

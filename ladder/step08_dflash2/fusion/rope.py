@@ -12,7 +12,8 @@ from .checks import RUNG, check_number
 ROPE_KEYS = {  # what each type of rotary scaling reads, besides its own name and rope_theta
     "default": (),
     "linear": ("factor",),
-    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale",
+             "mscale_all_dim",
              "truncate"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }  # fmt: skip
@@ -22,14 +23,16 @@ def rope_tables(head_dim, max_positions, theta=None, scaling=None, *, device="cp
     """cos and sin of the rotary embedding for every position.
 
     Args:
-        head_dim: columns that are rotated (``rot_dim``): even; less than the head's size where the model rotates a part.
+        head_dim: columns that are rotated (``rot_dim``): even; less than the head's size where the model rotates a
+            part.
         max_positions: rows of the tables.
         theta: base of the frequencies; None is the ``rope_theta`` of ``scaling``, or 10000 where that names none.
-        scaling: None, or the ``rope_scaling`` or ``rope_parameters`` entry of a model's config.json: a dict with "rope_type" or
-            "type" among "default" (also when there is neither); "linear" (factor); "yarn" (factor,
-            original_max_position_embeddings, and optionally beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim,
-            truncate); "llama3" (factor, low_freq_factor, high_freq_factor, original_max_position_embeddings). Each may have
-            "rope_theta". They mean what they mean in transformers; any other key is refused unless its value is None.
+        scaling: None, or the ``rope_scaling`` or ``rope_parameters`` entry of a model's config.json: a dict with
+            "rope_type" or "type" among "default" (also when there is neither); "linear" (factor); "yarn" (factor,
+            original_max_position_embeddings, and optionally beta_fast, beta_slow, attention_factor, mscale,
+            mscale_all_dim, truncate); "llama3" (factor, low_freq_factor, high_freq_factor,
+            original_max_position_embeddings). Each may have "rope_theta". They mean what they mean in transformers; any
+            other key is refused unless its value is None.
         device: of the tables.
 
     Returns:
@@ -79,14 +82,21 @@ def frequencies(dim, theta=None, scaling=None):
     kinds = {name: scaling.pop(name) for name in ("rope_type", "type") if name in scaling} or {"rope_type": "default"}
     kind = next(iter(kinds.values()))
     if any(other != kind for other in kinds.values()):
-        raise ValueError(f"{RUNG}: scaling has rope_type {kind!r} and type {kinds['type']!r}; want one of them, or the same twice")
+        raise ValueError(
+            f"{RUNG}: scaling has rope_type {kind!r} and type {kinds['type']!r}; want one of them, or the same twice"
+        )
     if not isinstance(kind, str) or kind not in ROPE_KEYS:
         raise ValueError(f"{RUNG}: scaling has type {kind!r}; want 'default', 'linear', 'yarn' or 'llama3'")
     if scaling.pop("partial_rotary_factor", 1) != 1:
-        raise ValueError(f"{RUNG}: scaling has a partial_rotary_factor other than 1; want none: head_dim is the number of rotated columns")
+        raise ValueError(
+            f"{RUNG}: scaling has a partial_rotary_factor other than 1; want none: head_dim is the number of rotated "
+            f"columns"
+        )
     for name in scaling:
         if name not in ROPE_KEYS[kind] and name != "rope_theta":
-            raise ValueError(f"{RUNG}: scaling[{name!r}] is {scaling[name]!r}; want no such key: type {kind!r} does not read it")
+            raise ValueError(
+                f"{RUNG}: scaling[{name!r}] is {scaling[name]!r}; want no such key: type {kind!r} does not read it"
+            )
 
     def value(name, default=None):
         number = scaling.get(name, default)
@@ -96,7 +106,9 @@ def frequencies(dim, theta=None, scaling=None):
 
     base = value("rope_theta", 10000.0 if theta is None else theta)
     if theta is not None and base != theta:
-        raise ValueError(f"{RUNG}: theta is {theta} and scaling['rope_theta'] is {base}; want one of them, or the same twice")
+        raise ValueError(
+            f"{RUNG}: theta is {theta} and scaling['rope_theta'] is {base}; want one of them, or the same twice"
+        )
     plain = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
     if kind == "default":
         return plain, 1.0

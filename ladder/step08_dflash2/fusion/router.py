@@ -26,23 +26,26 @@ def fused_norm_router(
         eps: of the norm.
         scoring: "softmax" over all experts, or "sigmoid" of each.
         correction_bias: (E,), added to the scores for the choice but not to the weights (DeepSeek-V3), or None.
-        num_groups, topk_groups: experts are in num_groups equal groups, in order; only those of the topk_groups best groups
+        num_groups, topk_groups: experts are in num_groups equal groups, in order; only those of the topk_groups best
+        groups
             may be chosen (DeepSeek-V2: 8 and 3, V3: 8 and 4). None: no groups.
         group_score: what makes a group good: "max", its best expert (V2), or "top2", the sum of its best two (V3).
             None: "top2" with a correction bias, else "max".
         renormalize: weights of a token are divided by their sum.
         routed_scaling_factor: on the weights, after that.
         workspace: as in ``fused_qkv_rope_append``.
-        fused: True: one launch, at most ``FEW_TOKENS`` tokens; False: add and norm, then the router; None: True while x and
-            residual together are at most ``REREAD_BYTES``, for in one launch every program reads all of them.
+        fused: True: one launch, at most ``FEW_TOKENS`` tokens; False: add and norm, then the router; None: True while x
+            and residual together are at most ``REREAD_BYTES``, for in one launch every program reads all of them.
 
     Returns:
         normed: (T, hidden). residual_out: (T, hidden), x + residual rounded to their dtype, which is what is normed; x
         itself without residual. topk_weights: (T, top_k) float32, best first. topk_ids: (T, top_k) int32.
-        expert_counts: (E,) int32, assignments of each expert. ``ladder.step07_dflash1.group_tokens(topk_ids, E)`` sorts them.
+        expert_counts: (E,) int32, assignments of each expert. ``ladder.step07_dflash1.group_tokens(topk_ids, E)`` sorts
+        them.
 
         The product takes the rounded ``normed`` and sums in float32. Of equal scores the lowest expert wins; where a
-        softmax or sigmoid saturates, logits still tell experts apart. NaN ranks first, as in ``torch.topk``, so it shows.
+        softmax or sigmoid saturates, logits still tell experts apart. NaN ranks first, as in ``torch.topk``, so it
+        shows.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what is wanted. NotImplementedError: sizes, gradients.
@@ -75,9 +78,13 @@ def fused_norm_router(
     top2 = group_score == "top2" if group_score is not None else correction_bias is not None
     top2 = top2 and topk_groups < num_groups
     if top2 and num_experts == num_groups:
-        raise ValueError(f"{RUNG}: num_groups is {num_groups}, one expert each; want two experts or more for group_score 'top2'")
+        raise ValueError(
+            f"{RUNG}: num_groups is {num_groups}, one expert each; want two experts or more for group_score 'top2'"
+        )
     if num_experts > MAX_EXPERTS:
-        raise NotImplementedError(f"{RUNG}: gate_weight has {num_experts} experts; the router holds up to {MAX_EXPERTS}")
+        raise NotImplementedError(
+            f"{RUNG}: gate_weight has {num_experts} experts; the router holds up to {MAX_EXPERTS}"
+        )
     check_hidden(x)
     eps = check_number("eps", eps)
     scaling = check_number("routed_scaling_factor", routed_scaling_factor, signed=True)
@@ -86,7 +93,8 @@ def fused_norm_router(
     if fused and x.shape[0] > launch.FEW_TOKENS:
         raise ValueError(f"{RUNG}: fused is True for {x.shape[0]} tokens; want at most {launch.FEW_TOKENS}, or None")
     arguments = (
-        x, residual, norm_weight, gate_weight, correction_bias, top_k, eps, scoring == "sigmoid", num_groups, topk_groups,
+        x, residual, norm_weight, gate_weight, correction_bias, top_k, eps, scoring == "sigmoid", num_groups,
+        topk_groups,
         top2, renormalize, scaling, fused,
     )  # fmt: skip
     if launch.as_operator():
@@ -128,7 +136,9 @@ def _norm_router(
     kernels = launch.kernels(x)
     if kernels is None:
         normed, residual_out = _add_norm(x, residual, norm, eps)
-        choice = _choose(normed.float() @ gate.float().T, bias, top_k, sigmoid, num_groups, topk_groups, top2, renormalize, scaling)
+        choice = _choose(
+            normed.float() @ gate.float().T, bias, top_k, sigmoid, num_groups, topk_groups, top2, renormalize, scaling
+        )
         return (normed, residual_out, *choice)
     weights = x.new_empty(tokens, top_k, dtype=torch.float32)
     ids = x.new_empty(tokens, top_k, dtype=torch.int32)
@@ -139,12 +149,15 @@ def _norm_router(
         residual_out = x.new_empty((0,) if residual is None else (tokens, hidden))
         source = x
     else:
-        counts = x.new_zeros(num_experts, dtype=torch.int32) if tokens == 0 else x.new_empty(num_experts, dtype=torch.int32)
+        counts = (
+            x.new_zeros(num_experts, dtype=torch.int32) if tokens == 0 else x.new_empty(num_experts, dtype=torch.int32)
+        )
         normed, residual_out = _add_norm(x, residual, norm, eps, counts)
         source, residual = normed, None
     if tokens == 0:
         return normed, residual_out, weights, ids, counts
-    config = launch.router_config(tokens, num_experts, hidden, num_groups, gate.element_size(), gate.dtype == x.dtype, one_launch,
+    config = launch.router_config(tokens, num_experts, hidden, num_groups, gate.element_size(), gate.dtype == x.dtype,
+                           one_launch,
                            launch.processors(x.device))  # fmt: skip
     row_tiles = -(-tokens // config["BLOCK_T"])
     splits = config.pop("splits")
@@ -166,7 +179,9 @@ def _add_norm(x, residual, norm, eps, counts=None):
     kernels = launch.kernels(x)
     if kernels is None:
         total = x if residual is None else x + residual
-        return x.new_empty(x.shape).copy_(scaled(total, norm, eps)), x.new_empty(0) if residual is None else total.contiguous()
+        return x.new_empty(x.shape).copy_(scaled(total, norm, eps)), x.new_empty(
+            0
+        ) if residual is None else total.contiguous()
     tokens, hidden = x.shape
     normed = x.new_empty(tokens, hidden)
     residual_out = x.new_empty((0,) if residual is None else (tokens, hidden))
@@ -192,7 +207,8 @@ def _choose(logits, bias, top_k, sigmoid, num_groups, topk_groups, top2, renorma
     if topk_groups < num_groups:
         grouped = key.unflatten(-1, (num_groups, -1))
         group_key = grouped.topk(2, dim=-1)[0].sum(-1) if top2 else grouped.amax(-1)
-        groups = group_key.sort(dim=-1, descending=True, stable=True)[1][:, :topk_groups]  # stable: the lowest of equals
+        # stable: the lowest of equals
+        groups = group_key.sort(dim=-1, descending=True, stable=True)[1][:, :topk_groups]
         kept = torch.zeros_like(group_key, dtype=torch.bool).scatter_(1, groups, True)
         key = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(1)
     ids = key.sort(dim=-1, descending=True, stable=True)[1][:, :top_k]
@@ -209,7 +225,8 @@ def _choose(logits, bias, top_k, sigmoid, num_groups, topk_groups, top2, renorma
 @torch.library.custom_op("ladder::dflash2_norm_router", mutates_args=())
 def _norm_router_op(
     x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None,
-    top_k: int, eps: float, sigmoid: bool, num_groups: int, topk_groups: int, top2: bool, renormalize: bool, scaling: float,
+    top_k: int, eps: float, sigmoid: bool, num_groups: int, topk_groups: int, top2: bool, renormalize: bool,
+    scaling: float,
     fused: bool | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     return _norm_router(
@@ -233,4 +250,10 @@ def _(x, residual, norm, eps):
 def _(x, residual, norm, gate, bias, top_k, *rest):
     weights = x.new_empty(x.shape[0], top_k, dtype=torch.float32)
     normed, total = x.new_empty(x.shape), x.new_empty((0,) if residual is None else x.shape)
-    return normed, total, weights, torch.empty_like(weights, dtype=torch.int32), x.new_empty(gate.shape[0], dtype=torch.int32)
+    return (
+        normed,
+        total,
+        weights,
+        torch.empty_like(weights, dtype=torch.int32),
+        x.new_empty(gate.shape[0], dtype=torch.int32),
+    )

@@ -1,4 +1,5 @@
-"""What the launches of all Hopper kernels share: TMA descriptors, what they cannot describe, the ticket counter, and splits."""
+"""What the launches of all Hopper kernels share: TMA descriptors, what they cannot describe, the ticket counter, and
+splits."""
 
 import functools
 
@@ -9,7 +10,8 @@ _counters = {}
 
 
 def place(x):
-    """What the copy engine asks of a tensor: its shape, its strides, and whether it begins at a multiple of 16 bytes."""
+    """What the copy engine asks of a tensor: its shape, its strides, and whether it begins at a multiple of 16
+    bytes."""
     return x.shape, x.stride(), x.data_ptr() % 16 == 0
 
 
@@ -19,7 +21,9 @@ def refuse(call, page_size, **places):
     page_size: None without pages. places: ``place`` of each tensor that the copy engine reads or writes.
     """
     if call.dtype not in HALVES:
-        return f"dtype {str(call.dtype).removeprefix('torch.')}: the tensor cores of this kernel take bfloat16 and float16"
+        return (
+            f"dtype {str(call.dtype).removeprefix('torch.')}: the tensor cores of this kernel take bfloat16 and float16"
+        )
     if call.zero_scale:
         return "a scale of zero"
     for name, (shape, strides, aligned) in places.items():
@@ -71,7 +75,8 @@ def counter(device):
 
 
 def most_splits(tiles, min_tiles):
-    """Splits of a sequence of so many tiles when it is cut as finely as allowed: to the nearest, as the device does it."""
+    """Splits of a sequence of so many tiles when it is cut as finely as allowed: to the nearest, as the device does
+    it."""
     return max(1, (2 * tiles + min_tiles) // (2 * min_tiles))
 
 

@@ -1,4 +1,5 @@
-"""Launching the Hopper kernels of MLA's latent decode: what they can take, which of the two, and how the batch is cut."""
+"""Launching the Hopper kernels of MLA's latent decode: what they can take, which of the two, and how the batch is
+cut."""
 
 import functools
 
@@ -30,7 +31,8 @@ def supports_mla(call):
 
 @functools.lru_cache(maxsize=1024)
 def plan_mla(batch, rows, capacity, processors, num_kv_splits, tile=MLA_TILE):
-    """(row tiles, found on the device, slots, splits of a sequence when not, target, most): see ``portable.decode_kernel.dflash2_chunk``."""
+    """(row tiles, found on the device, slots, splits of a sequence when not, target, most): see
+    ``portable.decode_kernel.dflash2_chunk``."""
     row_tiles = -(-rows // tile)
     target = max(1, processors // row_tiles)
     most = 2 * target
@@ -45,7 +47,8 @@ def plan_mla(batch, rows, capacity, processors, num_kv_splits, tile=MLA_TILE):
 
 
 def mla_design(rows):
-    """(kernel, rows of its tile) for a sequence of so many query rows. It depends on nothing else: so fixed splits give fixed bits.
+    """(kernel, rows of its tile) for a sequence of so many query rows. It depends on nothing else: so fixed splits give
+    fixed bits.
 
     "few": ``mla_few_kernel``; "many": ``mla_kernel``.
     """
@@ -57,8 +60,8 @@ def mla_design(rows):
 def mla_merges(kind, batch, target, num_kv_splits):
     """Whether the last programs to finish a sequence merge it; else a launch spreads that over the chip.
 
-    They do with few splits of each sequence, and with many rows where next to none is split, which the host does not know; the
-    split count alone chooses where it is given. target: as ``plan_mla`` finds it.
+    They do with few splits of each sequence, and with many rows where next to none is split, which the host does not
+    know; the split count alone chooses where it is given. target: as ``plan_mla`` finds it.
     """
     if num_kv_splits is not None:
         return kind == "few" and num_kv_splits <= 8
@@ -72,34 +75,40 @@ def merge_config(batch, rows, num_kv_splits):
 
 
 def describe_mla(p, plan):
-    """Sentences about how a problem (fields of ``ladder.lab.decode_problem.DecodeProblem``) with a latent cache is launched by a
-    ``plan_mla``.
+    """Sentences about how a problem (fields of ``ladder.lab.decode_problem.DecodeProblem``) with a latent cache is
+    launched by a ``plan_mla``.
     """
     rows = p.q_len * p.Hq
     kind, tile = mla_design(rows)
     row_tiles, found, slots, _, target, _ = plan
     name = "dflash2_mla_few_hopper" if kind == "few" else "dflash2_mla_hopper"
     lines = [f"Kernel: {name}, Gluon for sm_90 (TMA, wgmma, specialised warps).",
-             f"Tiles: {tile} rows for the {rows} of a sequence ({p.q_len} tokens x {p.Hq} heads), so the latents are read {row_tiles} x, by {MLA_TILE} keys. "
+             f"Tiles: {tile} rows for the {rows} of a sequence ({p.q_len} tokens x {p.Hq} heads), so the latents are "
+             f"read {row_tiles} x, by {MLA_TILE} keys. "
              + ("Keys and value columns are the rows of its products: memory binds." if kind == "few" else
-                "Two warp groups share tiles in pairs: each makes the probabilities of one, and multiplies both with half of the value columns.")]  # fmt: skip
+                "Two warp groups share tiles in pairs: each makes the probabilities of one, and multiplies both with "
+                "half of the value columns.")]  # fmt: skip
     if found:
         where = "in the same launch" if mla_merges(kind, p.B, target, None) else "by a second one"
-        lines.append(f"Work: the device cuts the batch into about {target} parts of equal length a row tile, no part below {MLA_MIN_TILES * MLA_TILE} keys. Programs "
+        lines.append(f"Work: the device cuts the batch into about {target} parts of equal length a row tile, no part "
+            f"below {MLA_MIN_TILES * MLA_TILE} keys. Programs "
                      f"draw them from a counter, and what was split is merged {where}.")  # fmt: skip
     else:
-        lines.append(f"Work: {row_tiles * slots} parts, one a sequence and row tile; keys are not split, so nothing is merged.")
+        lines.append(
+            f"Work: {row_tiles * slots} parts, one a sequence and row tile; keys are not split, so nothing is merged."
+        )
     return lines
 
 
 def launch_mla(
-    q, latent_cache, block_table, seq_lens, out, lse, *, scale, right, sinks, num_kv_splits, workspace, design=None, merges=None,
+    q, latent_cache, block_table, seq_lens, out, lse, *, scale, right, sinks, num_kv_splits, workspace, design=None,
+    merges=None,
     plan=None,
 ):  # fmt: skip
     """Run the kernel on checked arguments that ``supports_mla``; fills ``out`` and, unless None, ``lse``.
 
-    workspace: a ``DecodeWorkspace``, or None. right: as in ``launch_prefill``. design, merges: what ``mla_design`` and ``mla_merges``
-    would choose. plan: of ``plan_mla``; None makes one.
+    workspace: a ``DecodeWorkspace``, or None. right: as in ``launch_prefill``. design, merges: what ``mla_design`` and
+    ``mla_merges`` would choose. plan: of ``plan_mla``; None makes one.
     """
     from triton.experimental.gluon import language as gl
 
@@ -112,7 +121,9 @@ def launch_mla(
     capacity = block_table.shape[1] * page_size
     kind, tile = mla_design(rows) if design is None else design
     processors = dispatch.machine(device).processors
-    row_tiles, found, slots, num_splits, target, most = plan or plan_mla(batch, rows, capacity, processors, num_kv_splits, tile)
+    row_tiles, found, slots, num_splits, target, most = plan or plan_mla(
+        batch, rows, capacity, processors, num_kv_splits, tile
+    )
     works, split = row_tiles * slots, slots > batch
     merges = split and (mla_merges(kind, batch, target, num_kv_splits) if merges is None else merges)
     if split or workspace is not None:
@@ -140,16 +151,20 @@ def launch_mla(
     with torch.cuda.device(device):
         kernel[(min(works, processors),)](
             *(describe(flat, tile, n, 64) for n in widths), *(describe(latent_cache, key_rows, n, 64) for n in widths),
-            block_table, seq_lens, out, part_out, part_lse, meta, lse, sinks, arrivals, tickets, *strides, block_table.stride(0),
+            block_table, seq_lens, out, part_out, part_lse, meta, lse, sinks, arrivals, tickets, *strides,
+            block_table.stride(0),
             batch, num_heads, q_len, *numbers, q_len if right is None else right, abs(scale) * LOG2_E,
-            PAGE=page_size, FOUND=found, BLOCK_B=block_b, NEGATIVE=scale < 0, HAS_SINKS=sinks is not None, HAS_LSE=lse is not None,
-            SPLIT=split, MERGES=merges, DT=gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16, num_warps=4, **chosen,
+            PAGE=page_size, FOUND=found, BLOCK_B=block_b, NEGATIVE=scale < 0, HAS_SINKS=sinks is not None,
+            HAS_LSE=lse is not None,
+            SPLIT=split, MERGES=merges, DT=gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16, num_warps=4,
+            **chosen,
         )  # fmt: skip
         if split and not merges:
             blocks = merge_config(batch, rows, num_kv_splits)
             columns = 512 // blocks["BLOCK_V"]
             programs = min(-(-rows // blocks["BLOCK_M"]), max(1, MERGE_PROGRAMS // (batch * columns)))
             dflash2_mla_merge_parts[(batch * programs, columns)](
-                part_out, part_lse, meta, out, lse, sinks, *strides, num_heads, q_len, slots, programs, PART_ROWS=tile, HEAD_V=512, **blocks,
+                part_out, part_lse, meta, out, lse, sinks, *strides, num_heads, q_len, slots, programs, PART_ROWS=tile,
+                HEAD_V=512, **blocks,
                 HAS_SINKS=sinks is not None, HAS_LSE=lse is not None, num_warps=4,
             )  # fmt: skip

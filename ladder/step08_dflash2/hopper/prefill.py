@@ -1,4 +1,5 @@
-"""Launching the Hopper kernel of prefill: what it can take, its tiles, and the order of its work. Needs CUDA of capability 9.0."""
+"""Launching the Hopper kernel of prefill: what it can take, its tiles, and the order of its work. Needs CUDA of
+capability 9.0."""
 
 import functools
 
@@ -33,7 +34,8 @@ def config_for(width, width_v, short=False):
         return {**plain, "STAGES": 3}
     if max(width, width_v) <= 128:  # two Q beside two slots of K and V fill the memory
         return {**plain, "QBUF": 2, "CHAINS": True}
-    if width <= 192 and width_v <= 128:  # no room for a second Q, nor for the output: Q comes early, the output leaves from registers
+    # no room for a second Q, nor for the output: Q comes early, the output leaves from registers
+    if width <= 192 and width_v <= 128:
         return {**plain, "DIRECT": True, "Q_EARLY": True}
     if width != width_v:  # Q's memory does not have the output's shape
         return {**plain, "N": 64, "DIRECT": True}
@@ -70,11 +72,13 @@ def choose_splits(tiles, seqlen_k, block_n, processors):
 
 
 def choose_section(group, kv_bytes, seqlen_k, limited):
-    """Query heads side by side, for kv_bytes of K and V a KV head; ``limited``: rows differ in the keys they see. Measured, see TUNING.md.
+    """Query heads side by side, for kv_bytes of K and V a KV head; ``limited``: rows differ in the keys they see.
+    Measured, see TUNING.md.
 
-    Without a limit all tiles weigh the same: few heads, so that programs share K and V while they come from memory, and the
-    next head's come one by one. Under the diagonal the heaviest tiles of a section come first, and its light ones fill the
-    gaps that they leave: more heads, as long as their K and V stay in the L2 cache, and of the longest a few even so.
+    Without a limit all tiles weigh the same: few heads, so that programs share K and V while they come from memory, and
+    the next head's come one by one. Under the diagonal the heaviest tiles of a section come first, and its light ones
+    fill the gaps that they leave: more heads, as long as their K and V stay in the L2 cache, and of the longest a few
+    even so.
     """
     if not limited:
         return max(group, min(2, (L2_BYTES // 4) // kv_bytes))
@@ -111,7 +115,9 @@ def plan_prefill(
     chosen |= dict(config or ())
     section, grid, block_m = chosen.pop("section", None), chosen.pop("grid", None), 64 * chosen["WG"]
     num_m = filled = -(-seqlen_q // block_m)
-    if ragged:  # one tile more for each sequence but the last, which stands empty where a length is whole tiles: not counted for splits
+    # one tile more for each sequence but the last, which stands empty where a length is whole tiles: not counted for
+    # splits
+    if ragged:
         num_m = max(1, num_m + num_seqs - 1)
         filled = min(num_m, num_seqs * -(-longest // block_m))
     tiles = filled * num_heads * (1 if ragged else num_seqs)
@@ -122,23 +128,31 @@ def plan_prefill(
     aligned = right == 0 and (seqlen_k - seqlen_q) % 128 == 0 and chosen["N"] == block_m == 128
     chosen["ALIGNED"] = chosen.get("ALIGNED", True) and aligned and not (ragged or windows or num_splits > 1)
     if section is None:
-        section = choose_section(group, 2 * max(1, seqlen_k) * (head_dim + head_dim_v), seqlen_k, right is not None)  # a block table may have no column
+        # a block table may have no column
+        section = choose_section(group, 2 * max(1, seqlen_k) * (head_dim + head_dim_v), seqlen_k, right is not None)
     work = num_m * num_heads * (1 if ragged else num_seqs) * num_splits
     return chosen, num_m, num_splits, fit_section(num_heads * num_seqs, section), min(work, grid or processors)
 
 
 def describe_prefill(p, plan, ragged):
-    """Sentences about how a problem (fields of ``AttentionProblem``) is launched by a ``plan_prefill``, for ``explain``."""
+    """Sentences about how a problem (fields of ``AttentionProblem``) is launched by a ``plan_prefill``, for
+    ``explain``."""
     config, num_m, splits, section, grid = plan
     (_, (d1, d2)) = width_of(p.D)
     tiles = num_m * p.Hq * (1 if ragged else p.B)
     return [
         f"Tiles: {64 * config['WG']} queries, {config['WG']} warp groups of 64 rows, by {config['N']} keys; "
         f"{config['STAGES']} tiles of K and of V under way, brought by a warp of their own.",
-        f"A head of {p.D} is computed as {d1}{f' + {d2}' if d2 else ''} columns; what lies beyond is filled with zeros.",
-        f"Work: {tiles} tiles{f' in {splits} splits of the keys each, merged by a second launch' if splits > 1 else ''}, drawn from a "
-        f"counter by {grid} programs; {section} head{'s' if section > 1 else ''} side by side, which share K and V in the L2 cache.",
-        "The warp groups take turns on the tensor cores." if config["TURNS"] else "The warp groups run freely: they drift apart by themselves.",
+        f"A head of {p.D} is computed as {d1}{f' + {d2}' if d2 else ''} columns; what lies beyond is filled with "
+        f"zeros.",
+        f"Work: {tiles} "
+        f"tiles{f' in {splits} splits of the keys each, merged by a second launch' if splits > 1 else ''}, drawn from "
+        f"a "
+        f"counter by {grid} programs; {section} head{'s' if section > 1 else ''} side by side, which share K and V in "
+        f"the L2 cache.",
+        "The warp groups take turns on the tensor cores."
+        if config["TURNS"]
+        else "The warp groups run freely: they drift apart by themselves.",
     ]
 
 
@@ -150,7 +164,8 @@ def launch_prefill(
 
     q, out: (B, H, S, D), or packed (total, H, D) with ``cu_seqlens_q``. k, v: likewise, or pages (num_pages, page_size,
     H, D) with ``block_table`` and ``seq_lens``. right: keys after its own position that a query sees; None is 0 under
-    ``causal`` and all without. plan: of ``plan_prefill``; None makes one, with ``num_splits`` and ``config`` where they are given.
+    ``causal`` and all without. plan: of ``plan_prefill``; None makes one, with ``num_splits`` and ``config`` where they
+    are given.
     """
     from triton.experimental.gluon import language as gl
 
@@ -173,7 +188,8 @@ def launch_prefill(
     group = num_heads // num_kv_heads
     config, num_m, num_splits, section, grid = plan or plan_prefill(
         num_seqs, num_heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v, right, ragged, page_size > 0,
-        max_seqlen_q, dispatch.machine(q.device).processors, num_splits, windows is not None, None if config is None else tuple(sorted(config.items())),
+        max_seqlen_q, dispatch.machine(q.device).processors, num_splits, windows is not None,
+        None if config is None else tuple(sorted(config.items())),
     )  # fmt: skip
     block_n = config["N"]
     sinks, seq_lens, block_table = contiguous(sinks, seq_lens, block_table)
@@ -197,8 +213,10 @@ def launch_prefill(
             seqlen_q, seqlen_k, num_heads, group, num_seqs, num_m, section, num_splits, work, right or 0,
             2 * LOG2_E * positive / softcap if softcap else positive * LOG2_E, softcap * LOG2_E,
             PrefillShape(
-                D1=d1, D2=d2, V1=v1, V2=v2, HEAD_V=head_dim_v, HAS_RIGHT=right is not None, RAGGED=ragged, PAGE=page_size,
-                NUM_RANGES=0 if windows is None else len(windows), CAP=softcap_kind(softcap, q.dtype), NEGATIVE=scale < 0,
+                D1=d1, D2=d2, V1=v1, V2=v2, HEAD_V=head_dim_v, HAS_RIGHT=right is not None, RAGGED=ragged,
+                PAGE=page_size,
+                NUM_RANGES=0 if windows is None else len(windows), CAP=softcap_kind(softcap, q.dtype),
+                NEGATIVE=scale < 0,
                 HAS_SINKS=sinks is not None, HAS_LSE=target_lse is not None, SPLIT=num_splits > 1,
                 DT=gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16, **config,
             ), num_warps=4,
@@ -217,7 +235,8 @@ def merge_splits(part_out, part_lse, out, lse, sinks, cu_seqlens_q=None):
     splits, rows, head_dim_v = part_out.shape
     block = max(1, 2048 // (1 << (head_dim_v - 1).bit_length()))
     dflash2_merge_splits[(-(-rows // block),)](
-        part_out, part_lse, out, lse, sinks, None if cu_seqlens_q is None else cu_seqlens_q[-1:], *out.stride(), rows, out.shape[1], out.shape[2], splits,
+        part_out, part_lse, out, lse, sinks, None if cu_seqlens_q is None else cu_seqlens_q[-1:], *out.stride(), rows,
+        out.shape[1], out.shape[2], splits,
         HEAD_V=head_dim_v, BLOCK_V=1 << (head_dim_v - 1).bit_length(), BLOCK=block, RAGGED=cu_seqlens_q is not None,
         HAS_SINKS=sinks is not None, HAS_LSE=lse is not None,
     )  # fmt: skip
