@@ -3,40 +3,19 @@
 import math
 import numbers
 
-import torch
-
-from ladder.contract import FLOATS, check_flag, check_no_overlap
+from ladder import contract
+from ladder.contract import FLOATS, INTEGERS, check_flag, check_no_overlap
 from ladder.step07_dflash1 import DecodeWorkspace
 
 from ..dispatch import RUNG
 
 MAX_HIDDEN = 32768  # columns of a row that the norm holds in registers
 MAX_EXPERTS = 1024
-INTEGERS = (torch.int32, torch.int64)
 
 
-def expect(name, x, shape, dtypes, device=None, *, optional=False, contiguous=False):
-    """Check one tensor; names in ``shape`` stand for any size."""
-    if x is None and optional:
-        return
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(
-            f"{RUNG}: {name} is a {type(x).__name__}; want a torch.Tensor "
-            f"{_layout(shape)}{', or None' if optional else ''}"
-        )
-    if x.ndim != len(shape) or any(not isinstance(n, str) and n != m for n, m in zip(shape, x.shape)):
-        raise ValueError(f"{RUNG}: {name} has shape {tuple(x.shape)}; want {_layout(shape)}")
-    if x.dtype not in dtypes:
-        wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-        raise ValueError(f"{RUNG}: {name} has dtype {x.dtype}; want {wanted}")
-    if device is not None and x.device != device:
-        raise ValueError(f"{RUNG}: {name} is on {x.device}; want {device}, the device of x")
-    if contiguous and not x.is_contiguous():
-        raise ValueError(f"{RUNG}: {name} has strides {x.stride()}; want a contiguous tensor")
-
-
-def _layout(shape):
-    return "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"
+def expect(name, x, shape, dtypes, device=None, **keys):
+    """``contract.expect`` of an argument of the fused functions, whose dtypes and devices are those of x."""
+    contract.expect(RUNG, name, x, shape, dtypes, device, owner="x", **keys)
 
 
 def check_cache(name, cache):
