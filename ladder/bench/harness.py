@@ -81,8 +81,8 @@ class Suite:
         measured them. targets(rows, limits): [{"what", "value", "want", "ok"}] to record beside the rows.
         summary(rows): lines to print at the end. options(parser): adds the suite's own options. why_not(): why it
             cannot run on this machine's GPU, or None.
-        impls: names that --peers knows beside those of the peers; the first is always measured. dry: whether --dry is
-            offered.
+        impls: names of this suite's own; --peers chooses among those behind the first, and among the peers, and leaves
+            out none of the others. dry: whether --dry is offered.
         strict: whether a failure, or a wrong answer, makes the exit code 1.
     """
 
@@ -102,11 +102,10 @@ class Suite:
 
 
 class Bench:
-    """Collects rows; ``dry`` runs everything about once, on any device. ``only_impls``: the names to measure, None for
-    all."""
+    """Collects rows; ``dry`` runs everything about once, on any device. ``left_out``: names that are not measured."""
 
-    def __init__(self, device, *, dry=False, only_impls=None):
-        self.device, self.dry, self.only_impls, self.rows, self.failures = device, dry, only_impls, [], []
+    def __init__(self, device, *, dry=False, left_out=()):
+        self.device, self.dry, self.left_out, self.rows, self.failures = device, dry, left_out, [], []
         if device.type == "cuda":
             l2 = torch.cuda.get_device_properties(device).L2_cache_size
             self.sweep = torch.zeros(l2 // 2, dtype=torch.float32, device=device)
@@ -182,8 +181,7 @@ class Bench:
     def work(self, work, name):
         """Check, measure in rounds, check again; one row an implementation."""
         print(name, flush=True)
-        ours = next(iter(work.impls), None)
-        impls = {n: fn for n, fn in work.impls.items() if self.only_impls is None or n == ours or n in self.only_impls}
+        impls = {n: fn for n, fn in work.impls.items() if n not in self.left_out}
         oracle = work.oracle()
 
         def check(impl):
@@ -300,7 +298,7 @@ def parse(suite, argv):
         parser.error(f"argument --cells: {error.pattern!r} is no regular expression: {error}")
     if not 0 <= args.minutes < math.inf:
         parser.error(f"argument --minutes: {args.minutes}; want a number of at least 0")
-    known = {*suite.impls, "flex", *(peer.name for peer in PEERS)}
+    known = {*suite.impls[:1], *_optional(suite)}
     if args.peers and (unknown := set(args.peers.split(",")) - known):
         parser.error(f"argument --peers: {sorted(unknown)[0]!r} is none; want some of {', '.join(sorted(known))}")
     if args.json != "-" and not Path(args.json).absolute().parent.is_dir():
@@ -348,9 +346,13 @@ def main(suite, argv=None):
     torch.manual_seed(0)
     limits = measure_limits(device, quick=args.dry)
     print(f"limits {limits.as_dict()}", flush=True)
-    return Run(
-        suite, args, todo, limits, Bench(device, dry=args.dry, only_impls=args.peers and args.peers.split(","))
-    ).all(start + 60 * args.minutes)
+    left_out = _optional(suite) - set(args.peers.split(",")) if args.peers else ()
+    return Run(suite, args, todo, limits, Bench(device, dry=args.dry, left_out=left_out)).all(start + 60 * args.minutes)
+
+
+def _optional(suite):
+    """Names that --peers can leave out: a suite's own behind its first, and everybody else's."""
+    return {*suite.impls[1:], "flex", *(peer.name for peer in PEERS)}
 
 
 @dataclass

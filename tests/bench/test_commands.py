@@ -4,9 +4,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from support import ROOT
 
 from ladder import OLD_COMMANDS
+from ladder.bench import harness
 from ladder.bench.__main__ import NAMES, main
 
 
@@ -41,3 +43,18 @@ def test_no_name_and_a_wrong_one_list_the_names(capsys):
 def test_step07_lists_its_sweeps_when_asked(capsys):
     assert main(["step07", "--list", "--sweep", "--cells", "^sweep"]) == 0
     assert "sweep groups" in capsys.readouterr().out.splitlines()
+
+
+def test_peers_leave_out_other_peoples_implementations_alone():
+    """A suite's own rungs are always measured; of rung 08's suite only those behind its first may be left out."""
+    from types import SimpleNamespace
+
+    def measured(suite, peers, *names):
+        calls = {name: lambda: torch.zeros(1) for name in names}
+        bench = harness.Bench(torch.device("cpu"), dry=True, left_out=harness._optional(suite) - set(peers.split(",")))
+        bench.work(harness.Work({"mode": "test"}, calls), "a cell")
+        return [row["impl"] for row in bench.rows]
+
+    step07, step08 = SimpleNamespace(impls=()), SimpleNamespace(impls=("step08_dflash2", "step07_dflash1"))
+    assert measured(step07, "fa3", "step06_paged", "step07_dflash1", "fa3", "flex") == ["step06_paged", "step07_dflash1", "fa3"]
+    assert measured(step08, "fa3", "step08_dflash2", "step07_dflash1", "fa3") == ["step08_dflash2", "fa3"]
