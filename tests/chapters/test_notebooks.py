@@ -140,7 +140,7 @@ def test_shape_of_a_rung_chapter(path):
         f".parity({number})",
         f".speed(recorded, {number}",
         f"upto={number}",
-        "REMEASURE = False",
+        "live.compare(",
     ):
         assert part in code, part
     outputs = "\n".join(text for _, text in texts(notebook))

@@ -239,13 +239,6 @@ def test_microseconds_read_well():
     assert [serving.us({"ms": {"median": m}}) for m in (0.0159, 0.0855, 0.596, 2.12)] == ["15.9", "85.5", "596", "2,120"]
 
 
-def test_remeasuring_needs_a_gpu():
-    if torch.cuda.is_available():
-        pytest.skip("this machine could re-measure")
-    with pytest.raises(RuntimeError, match="REMEASURE"):
-        serving.numbers(True)
-
-
 def test_packed_rows_draws_every_head():
     figure = serving.packed_rows(4)
     texts = [t.get_text() for axes in figure.axes for t in axes.texts]

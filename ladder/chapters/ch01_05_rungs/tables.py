@@ -54,26 +54,9 @@ PYTORCH = tuple(rung.name for rung in RUNGS if not rung.needs_triton)
 ALL = {name: fields(p) for name, p in CASES.items()}
 
 
-def numbers(remeasure=False):
-    """The recorded results of the ladder; with ``remeasure``, the same problems measured here, on this GPU.
-
-    Raises:
-        RuntimeError: ``remeasure`` without a CUDA device.
-    """
-    if not remeasure:
-        return results.load("ladder")
-    if not torch.cuda.is_available():
-        raise RuntimeError("REMEASURE is True but no CUDA device is here; set it to False to read the recorded numbers")
-    # A process of its own: this one may have Triton's interpreter on, which would be timed in place of the GPU.
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "ladder.json")
-        command = [sys.executable, "-m", "ladder", "--record", "--rungs", "1-5", "--json", str(path)]
-        subprocess.run(command, env=_without_interpreter(), stdout=subprocess.DEVNULL, check=True)
-        return results.load(path)
-
-
-def _without_interpreter():
-    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+def numbers():
+    """The recorded results of the ladder."""
+    return results.load("ladder")
 
 
 def source_line(doc):

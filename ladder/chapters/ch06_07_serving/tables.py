@@ -32,23 +32,9 @@ LAYOUTS = {
 }
 
 
-def numbers(remeasure=False):
-    """The recorded results of rungs 06 and 07; with ``remeasure``, measured here, on this GPU (a few minutes).
-
-    Raises:
-        RuntimeError: ``remeasure`` without a CUDA device.
-    """
-    if not remeasure:
-        return results.load(RECORD)
-    if not torch.cuda.is_available():
-        raise RuntimeError("REMEASURE is True but no CUDA device is here; set it to False to read the recorded numbers")
-    # A process of its own: this one may have Triton's interpreter on, which would be timed in place of the GPU.
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, f"{RECORD}.json")
-        command = [sys.executable, "-m", "ladder.bench", "step07", "--json", str(path)]
-        subprocess.run(command, env=env, stdout=subprocess.DEVNULL, check=True)
-        return results.load(path)
+def numbers():
+    """The recorded results of rungs 06 and 07."""
+    return results.load(RECORD)
 
 
 # ---------------------------------------------------------------- recorded decode

@@ -40,25 +40,9 @@ RECORDS = {
 }
 
 
-def numbers(remeasure=False):
-    """Recorded results of step 08, or None where there are none yet; with ``remeasure``, measured here (a few minutes).
-
-    Raises:
-        RuntimeError: ``remeasure`` without a CUDA device.
-    """
-    if not remeasure:
-        return record(OURS)
-    if not torch.cuda.is_available():
-        raise RuntimeError("REMEASURE is True but no CUDA device is here; set it to False to read the recorded numbers")
-    # A process of its own: this one may have Triton's interpreter on, which would be timed in place of the GPU.
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, f"{OURS}.json")
-        subprocess.run(
-            [sys.executable, "-m", "ladder.bench", "step08", "--json", str(path)], env=env, stdout=subprocess.DEVNULL,
-            check=True,
-        )  # fmt: skip
-        return results.load(path)
+def numbers():
+    """Recorded results of step 08, or None where there are none yet."""
+    return record(OURS)
 
 
 def record(name):
