@@ -8,10 +8,7 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
-import torch
 from IPython.display import Markdown
 
 from ladder.chapters import plots
@@ -282,7 +279,8 @@ def lesson_compiles():
     Runs in a process of its own, because this one may have Triton's interpreter on.
     """
     command = [sys.executable, "-m", "ladder.lab.compile.sweep", "--lesson"]
-    done = subprocess.run(command, env=_without_interpreter(), capture_output=True, text=True, check=True)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     lines = ["| processor | elements | tile, warps | products run on | spills |", "|:--|:--|:--|:--|:--|"]
     for row in map(json.loads, done.stdout.splitlines()):
         case = row["case"]

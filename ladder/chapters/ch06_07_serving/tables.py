@@ -4,11 +4,6 @@ As in ``ladder.chapters.ch01_05_rungs.tables``, text that goes into an output ho
 numbers only.
 """
 
-import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
 import torch
 from IPython.display import Markdown

@@ -11,11 +11,6 @@ builds on; the row before it by default), ``predicted`` (the factor over that), 
 when the kernel went without it). Peers measured in the same run have their usual names.
 """
 
-import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
 import torch
 from IPython.display import Markdown
