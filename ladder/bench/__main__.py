@@ -8,6 +8,7 @@ NAMES = {
     "step08": "rung 08 beside its peers",
     "fusion": "step 08's fusion beside the chains of launches that it replaces",
     "variants": "the ideas of the Hopper kernel, switched on one by one",
+    "ncu": "hardware counters of the kernels, read by Nsight Compute",
     "multi_gpu": "what several GPUs add, beside what the simulator predicts",
 }
 

@@ -1,16 +1,14 @@
 """Measure one rung beside the rung before it on this machine: ``python -m ladder.chapters.live_measure step05_fused``.
 
-The live cell of a chapter starts this program, since its own process may run kernels in Triton's interpreter. It prints
-one JSON object a line: what it is about to do (``doing``), and at last the results document (``document``).
+The live cell of a rung's chapter starts this program; ``live_process`` says how.
 """
 
-import argparse
 import functools
-import json
 import statistics
 
 import torch
 
+from ladder.chapters import live_process
 from ladder.lab import results, timing
 from ladder.lab.decode_problem import DecodeOracle, DecodeProblem
 from ladder.lab.memory import peak_bytes
@@ -183,40 +181,26 @@ def longest_kernel(call, args):
     return max(kernels, key=lambda e: e.self_device_time_total).key if kernels else None
 
 
-def measure(rung, say, device="cuda"):
-    """The document of one chapter's measurement. ``say`` gets a dict for each thing that begins."""
-    device = torch.device(device)
+def measure(name, doing, device="cuda"):
+    """The document of one chapter's measurement; ``doing`` as ``live_process.serve`` says."""
+    rung, device = find(name), torch.device(device)
     chosen = problems(rung)
-
-    def doing(number, what):
-        say({"doing": what, "done": number, "of": len(chosen) + 1})
-
-    doing(0, "the limits of this machine: a matrix product, and reading memory")
+    whole = len(chosen) + 1
+    doing(0, whole, "the limits of this machine: a matrix product, and reading memory")
     limits = measure_limits(device, quick=True)
     rows = []
     for number, problem in enumerate(chosen, 1):
         torch.cuda.empty_cache()
         try:
-            found = compare(rung, problem, device, functools.partial(doing, number))
+            rows += compare(rung, problem, device, functools.partial(doing, number, whole))
         except torch.OutOfMemoryError:  # already the inputs or the float64 answer are too large
-            found = [
-                {"case": problem.case(), "impl": who.name, "skipped": _does_not_fit(problem.min_bytes)}
+            reason = _does_not_fit(problem.min_bytes)
+            rows += [
+                {"case": problem.case(), "impl": who.name, "skipped": reason}
                 for who in filter(None, (before(rung), rung))
             ]
-        rows += found
     return results.document(rows, device=device, limits=limits)
 
 
-def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("rung", type=find, help="number or name")
-    args = parser.parse_args(arguments)
-
-    def say(thing):
-        print(json.dumps(thing), flush=True)
-
-    say({"document": measure(args.rung, say)})
-
-
 if __name__ == "__main__":
-    main()
+    live_process.serve(measure, [rung.name for rung in RUNGS])

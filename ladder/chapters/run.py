@@ -26,18 +26,26 @@ METADATA = {
 }
 
 
-def execute(path):
-    """Run one notebook and write it back; raises nbclient's CellExecutionError when a cell fails."""
+def executed(path, **environment):
+    """A notebook after all of its cells ran in a fresh kernel; raises nbclient's CellExecutionError when one fails.
+
+    environment: variables that the kernel gets besides this process's.
+    """
     from nbclient import NotebookClient
 
     notebook = nbformat.read(path, as_version=4)
-    root = str(FOLDER.parent)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])}
+    paths = [str(FOLDER.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     client = NotebookClient(
         notebook, kernel_name="python3", timeout=600, record_timing=False, store_widget_state=False,
         resources={"metadata": {"path": str(Path(path).parent)}},
     )  # fmt: skip
-    client.execute(env=env)
+    client.execute(env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment})
+    return notebook
+
+
+def execute(path):
+    """Run one notebook and write it back; raises nbclient's CellExecutionError when a cell fails."""
+    notebook = executed(path)
     tidy(notebook)
     nbformat.write(notebook, path)
 

@@ -1,6 +1,7 @@
 """The live cell: what it says without a GPU, what its program measures, and what it shows of a document."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from support import ROOT
 
 pytest.importorskip("ipywidgets")
 
-from ladder.chapters import live, live_measure, plots
+from ladder.chapters import live, live_measure, live_process, plots
 from ladder.lab import results
 from ladder.lab.decode_problem import DecodeProblem
 from ladder.lab.problem import AttentionProblem
@@ -30,8 +31,8 @@ def measured(monkeypatch):
         chosen = SMALL[: 1 if number < 6 else count]
         monkeypatch.setattr(live_measure, "problems", lambda rung: chosen)
         said = []
-        doc = live_measure.measure(find(number), said.append, "cpu")
-        assert [s["done"] for s in said] == sorted(s["done"] for s in said) and said[-1]["of"] == len(chosen) + 1
+        doc = live_measure.measure(find(number).name, lambda *what: said.append(what), "cpu")
+        assert [done for done, *_ in said] == sorted(done for done, *_ in said) and said[-1][1] == len(chosen) + 1
         return json.loads(json.dumps(doc))
 
     return measure
@@ -63,7 +64,7 @@ def test_every_chapter_has_its_live_cell(rung):
     notebook = json.loads((ROOT / "notebooks" / f"{rung.name.removeprefix('step')}.ipynb").read_text())
     cells = [c for c in notebook["cells"] if f'live.compare("{rung.name}")' in "".join(c["source"])]
     assert len(cells) == 1 and cells[0]["metadata"]["tags"] == ["nbval-ignore-output"]
-    assert "".join(cells[0]["outputs"][0]["text"]) == live._without_gpu(rung) + "\n" and len(cells[0]["outputs"]) == 1
+    assert "".join(cells[0]["outputs"][0]["text"]) == live.topic(rung).without_gpu + "\n" and len(cells[0]["outputs"]) == 1
 
 
 def test_a_wrong_rung_is_seen(measured, monkeypatch):
@@ -90,7 +91,7 @@ def test_what_does_not_fit_says_how_much_it_needs(measured, monkeypatch):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(live_measure, "problems", lambda rung: SMALL[:1])
             patch.setattr(thing, name, full)
-            doc = live_measure.measure(find(2), lambda thing: None, "cpu")
+            doc = live_measure.measure("step02_tiled", lambda *what: None, "cpu")
         assert "does not fit" in doc["rows"][-1]["skipped"]
 
 
@@ -131,14 +132,15 @@ def test_the_program_is_started_without_the_interpreter_and_its_failure_is_one_l
         "import json, os; print(json.dumps({'doing': 'x', 'done': 0, 'of': 2})); print('noise');"
         "print(json.dumps({'document': {'interpreted': 'TRITON_INTERPRET' in os.environ}}))"
     )
-    python = live.sys.executable
-    monkeypatch.setattr(live, "program", lambda rung: [python, "-c", code])
-    assert live._run(find(5), Silent()) == ({"interpreted": False}, None)
+    monkeypatch.setattr(live_process.Topic, "program", property(lambda topic: [sys.executable, "-c", topic.does]))
+
+    def run(code):
+        return live_process._run(live_process.Topic("a topic", "", code, ()), Silent())
+
+    assert run(code) == ({"interpreted": False}, None)
     assert seen == [(0, 2, "x"), "done"]
-    monkeypatch.setattr(live, "program", lambda rung: [python, "-c", "raise ValueError('no driver')"])
-    assert live._run(find(5), Silent()) == (None, "ValueError: no driver")
-    monkeypatch.setattr(live, "program", lambda rung: [python, "-c", "raise SystemExit(3)"])
-    assert live._run(find(5), Silent()) == (None, "the process ended with status 3")
+    assert run("raise ValueError('no driver')") == (None, "ValueError: no driver")
+    assert run("raise SystemExit(3)") == (None, "the process ended with status 3")
 
 
 def test_the_cache_is_read_and_written(measured, monkeypatch, tmp_path, capsys):
@@ -147,10 +149,10 @@ def test_the_cache_is_read_and_written(measured, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(results, "machine", lambda device="cpu": {"gpu": "a card"})
     runs = []
-    monkeypatch.setattr(live, "_run", lambda rung, progress: runs.append(rung.name) or (doc, None))
+    monkeypatch.setattr(live_process, "_run", lambda topic, progress: runs.append(topic.name) or (doc, None))
     for _ in range(2):
         assert live.compare(3).ok
-    assert runs == ["step03_online_softmax"] and live.cache_path(find(3)).is_relative_to(tmp_path)
+    assert runs == ["step03_online_softmax"] and live.topic(find(3)).cache.is_relative_to(tmp_path)
     assert live.compare(3, again=True).ok and len(runs) == 2
-    monkeypatch.setattr(live, "_run", lambda rung, progress: (None, "no driver"))
+    monkeypatch.setattr(live_process, "_run", lambda topic, progress: (None, "no driver"))
     assert live.compare(4) is None and "could not be measured: no driver" in capsys.readouterr().out

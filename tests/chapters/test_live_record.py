@@ -1,0 +1,43 @@
+"""What ``live_record`` makes of a chapter: its time, its live cell's verdict and rows, and its refusals."""
+
+import nbformat
+import pytest
+
+pytest.importorskip("nbclient")
+pytest.importorskip("ipykernel")
+
+from ladder.chapters import live_record
+
+MEASURES = """
+import json, os, pathlib
+from IPython.display import HTML, display
+row = {"case": {"mode": "test"}, "impl": "a rung", "ok": %s}
+pathlib.Path(os.environ["XDG_CACHE_HOME"], "a.json").write_text(json.dumps({
+    "schema": 1, "recorded": "", "commit": "", "command": "", "machine": {}, "limits": None, "rows": [row], "seconds": 2}))
+display(HTML("progress"))
+
+class Shown:
+    def _repr_mimebundle_(self, **_):
+        return {"text/html": "<b>x</b>", "text/plain": "%s\\na table"}
+
+Shown()
+"""
+
+
+def written(tmp_path, source, tags=(live_record.TAG,)):
+    cell = nbformat.v4.new_code_cell(source, metadata={"tags": list(tags)})
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 + 1"), cell]), tmp_path / "00_a.ipynb")
+    return tmp_path / "00_a.ipynb"
+
+
+@pytest.mark.parametrize("ok, verdict, right", [(True, "Parity ok.", True), (False, "Parity ok.", False), (True, "Parity FAILED.", False)])
+def test_a_chapter_is_run_and_its_rows_are_kept(tmp_path, ok, verdict, right):
+    entry, rows = live_record.chapter(written(tmp_path, MEASURES % (ok, verdict)), tmp_path / "cache")
+    assert entry["verdict"] == verdict and entry["ok"] is right and entry["measured"] == 1 and entry["live_seconds"] == 2
+    assert rows == [{"case": {"mode": "test"}, "impl": "a rung", "ok": ok, "chapter": "00_a"}]
+
+
+@pytest.mark.parametrize("source, tags", [("print('There is no CUDA device here.')", (live_record.TAG,)), ("1", ())])
+def test_a_chapter_without_a_measurement_is_refused(tmp_path, source, tags):
+    with pytest.raises(RuntimeError, match="00_a.ipynb: a live cell showed no measurement"):
+        live_record.chapter(written(tmp_path, source, tags), tmp_path / "cache")
