@@ -106,9 +106,6 @@ class Bench:
 
     def __init__(self, device, *, dry=False, left_out=()):
         self.device, self.dry, self.left_out, self.rows, self.failures = device, dry, left_out, [], []
-        if device.type == "cuda":
-            l2 = torch.cuda.get_device_properties(device).L2_cache_size
-            self.sweep = torch.zeros(l2 // 2, dtype=torch.float32, device=device)
 
     def guard(self, what, fn, *args):
         """Run fn; note an exception and go on."""
@@ -131,33 +128,9 @@ class Bench:
         )
         return measure(fn, [()], device=self.device, **limits)
 
-    def graph(self, fn, runs=25):
-        """Timing of ``fn()`` replayed from a CUDA graph, L2 filled with other data before each; leaves one replay's
-        output."""
-        if self.device.type != "cuda":
-            return self.events(fn)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                fn()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            fn()
-        for _ in range(2):
-            graph.replay()
-        events = []
-        for _ in range(runs):
-            self.sweep.sum()  # it reads: what a write leaves in the cache would be written back during the replay
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            events.append((begin, end))
-        torch.cuda.synchronize()
-        samples = sorted(a.elapsed_time(b) for a, b in events)
-        return Timing(samples[runs // 2], samples[runs // 5], samples[-1 - runs // 5], runs)
+    def graph(self, fn):
+        """Timing of ``fn()`` replayed from a CUDA graph; leaves one replay's output. On a CPU it is ``events``."""
+        return replayed(fn, self.device) if self.device.type == "cuda" else self.events(fn)
 
     def add(self, *args, **kwargs):
         """Append a row (arguments of ``results.row``) and print it."""

@@ -22,7 +22,8 @@ def show(*, again=False):
 def measure(name, doing, device="cuda"):
     """The document: one row with the GPU's size, and its limits."""
     doing(0, 1, "a matrix product, and reading and copying memory")
-    limits = measure_limits(device, quick=device == "cpu")
+    small = device == "cpu" or torch.cuda.mem_get_info(device)[0] < 16e9
+    limits = measure_limits(device, quick=small)
     size = {}
     if device != "cpu":
         card = torch.cuda.get_device_properties(device)

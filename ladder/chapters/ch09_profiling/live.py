@@ -6,6 +6,7 @@ layers after the first are alike, so the shares of a few are about the shares of
 
 import dataclasses
 import functools
+import re
 
 import torch
 
@@ -16,6 +17,7 @@ from ladder.lab.names import title
 
 TOKENS = 16384
 BACKENDS = ("step07", "step08")
+ATTENTION = r"dflash\d_(prefill|decode|mla|merge)|fused_attention|flash_fwd|fmha|scaled_dot_product"  # not fused norms
 TOPIC = live_process.Topic(
     "profile", "ladder.chapters.ch09_profiling.live",
     "profiles a prompt of 16,384 tokens with the attention of step 07 and of step 08, and lists the kernels that take "
@@ -58,7 +60,7 @@ def measure(name, doing, device="cuda", spec=None, tokens=TOKENS, backends=BACKE
             engine = Engine(
                 spec, backend, device=device, kv_tokens=tokens + 64, max_len=tokens + 8, max_seqs=1, chunk_tokens=tokens
             )
-            found = profile(functools.partial(engine.generate, prompt, SamplingParams(max_tokens=1)))
+            found = profile(functools.partial(engine.generate, prompt, SamplingParams(max_tokens=1)), attention=ATTENTION)
         except (torch.OutOfMemoryError, ValueError) as error:  # the engine refuses what would not fit
             rows.append({"case": case, "impl": backend, "skipped": str(error).splitlines()[0]})
             continue
@@ -123,6 +125,14 @@ class Profile(live_process.Shown):
 
 
 def _short(kernel):
+    """A kernel's name without template arguments and return type; of a mangled C++ name the parts that are names."""
+    if kernel.startswith("_ZN"):
+        parts, rest = [], kernel[3:]
+        while digits := re.match(r"\d+", rest):
+            end = digits.end() + int(digits[0])
+            parts.append(rest[digits.end() : end])
+            rest = rest[end:]
+        kernel = "::".join(parts)
     name = kernel.split("<")[0].removeprefix("void ")
     return name if len(name) <= 48 else name[:45] + "..."
 
