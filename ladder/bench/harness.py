@@ -27,7 +27,7 @@ from ladder.lab import results
 from ladder.lab.parity import Parity, poison
 from ladder.lab.peers import PEERS
 from ladder.lab.roofline import measure_limits
-from ladder.lab.timing import Timing, measure
+from ladder.lab.timing import Timing, measure, replayed
 
 ROUNDS = 3
 

@@ -60,7 +60,8 @@ def measure(name, doing, device="cuda", spec=None, tokens=TOKENS, backends=BACKE
             engine = Engine(
                 spec, backend, device=device, kv_tokens=tokens + 64, max_len=tokens + 8, max_seqs=1, chunk_tokens=tokens
             )
-            found = profile(functools.partial(engine.generate, prompt, SamplingParams(max_tokens=1)), attention=ATTENTION)
+            batch = functools.partial(engine.generate, prompt, SamplingParams(max_tokens=1))
+            found = profile(batch, attention=ATTENTION)
         except (torch.OutOfMemoryError, ValueError) as error:  # the engine refuses what would not fit
             rows.append({"case": case, "impl": backend, "skipped": str(error).splitlines()[0]})
             continue

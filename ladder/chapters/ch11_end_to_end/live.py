@@ -122,8 +122,9 @@ class Served(live_process.Shown):
                 f"{row['impl']}: logits are {row['max_error']:.1e} from float32, budget {row['budget']:.1e}"
                 for row in wrong
             )
-        checked = any(row["case"]["mode"] == "logits" for row in self.measured)
-        said = "Parity ok: both backends' logits are as near to float32 as PyTorch's own attention's." if checked else ""
+        said = ""
+        if any(row["case"]["mode"] == "logits" for row in self.measured):
+            said = "Parity ok: both backends' logits are as near to float32 as those of PyTorch's own attention."
         if len(self.served) < 2:
             return f"{said} {self.doc['rows'][-1].get('skipped', 'Nothing was served.')}".strip()
         old, new = self.served
@@ -154,7 +155,8 @@ class Served(live_process.Shown):
             for place, row in enumerate(self.served):
                 here, there = row.get(field, 0), self.recorded(row).get(field)
                 axes.bar(place - 0.2, here, width=0.4, color=plots.BLUE if place else plots.SKY, edgecolor=plots.INK)
-                axes.text(place - 0.2, here, f"{here:.1f}" if here < 100 else f"{here:,.0f}", ha="center", va="bottom", fontsize=8)
+                number = f"{here:.1f}" if here < 100 else f"{here:,.0f}"
+                axes.text(place - 0.2, here, number, ha="center", va="bottom", fontsize=8)
                 if there:
                     axes.bar(place + 0.2, there, width=0.4, color="none", edgecolor=plots.INK, lw=0.5, hatch="///")
             axes.set_xticks(range(len(self.served)), [row["impl"][:6] for row in self.served])
