@@ -35,7 +35,9 @@ SHARES = {  # field of a row -> counter, in per cent of what the unit could do o
     "compute": "sm__throughput.avg.pct_of_peak_sustained_elapsed",
     "memory": "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed",
 }
-COUNTS = {"registers": "launch__registers_per_thread", "spills": "derived__local_spilling_requests"}
+REGISTERS = "launch__registers_per_thread"
+# The loads and stores of spilled registers.
+LOCAL = ("smsp__sass_inst_executed_op_local_ld.sum", "smsp__sass_inst_executed_op_local_st.sum")
 DURATION = "gpu__time_duration.sum"
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 STALLS = (
@@ -68,7 +70,7 @@ def child(kind, rung):
 
 def command(ncu, kind, rung):
     """The command line that reads the counters of one case."""
-    wanted = [DURATION, *SHARES.values(), *COUNTS.values(), *map(STALL.format, STALLS)]
+    wanted = [DURATION, *SHARES.values(), REGISTERS, *LOCAL, *map(STALL.format, STALLS)]
     options = ["--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "raw"]
     program = [sys.executable, "-m", "ladder.bench.ncu", "--child", f"{kind}:{rung.number}"]
     return [ncu, *options, "--metrics", ",".join(wanted), *program]
@@ -82,8 +84,8 @@ def read(text):
     """
     rows = list(csv.reader(line for line in text.splitlines() if line.startswith('"')))
     if len(rows) < 3:
-        said = [line for line in text.splitlines() if line.strip()]
-        raise ValueError(f"ncu: no counters were read: {said[-1] if said else 'it printed nothing'}")
+        said = [line for line in text.splitlines() if "ERROR" in line] or text.strip().splitlines()[-1:]
+        raise ValueError(f"ncu: no counters were read: {'; '.join(said) or 'it printed nothing'}")
     names, units, *launches = rows
     found = []
     for launch in launches:
@@ -111,7 +113,7 @@ def row(kind, rung, launches):
         kernel=name, us=round(counters[DURATION] / 1e3, 2), launches=len(launches),
         us_all=round(sum(numbers[DURATION] for _, numbers in launches) / 1e3, 2),
         shares={field: round(counters[counter] / 100, 4) for field, counter in SHARES.items() if counter in counters},
-        **{field: int(counters[counter]) for field, counter in COUNTS.items() if counter in counters},
+        registers=int(counters.get(REGISTERS, 0)), spill_instructions=int(sum(counters.get(name, 0) for name in LOCAL)),
         stalls={reason: share for reason, share in stalls.items() if share >= 0.001},
     )  # fmt: skip
 
@@ -136,8 +138,7 @@ def main(argv=None):
             try:
                 rows.append(row(kind, rung, read(done.stdout)))
             except ValueError as error:
-                said = (done.stderr or done.stdout).strip().splitlines()
-                print(f"{kind} {rung.name}: {error}; {said[-1] if said else ''}", file=sys.stderr)
+                print(f"{kind} {rung.name}: {error}\n{done.stderr[-2000:]}", file=sys.stderr)
                 return 1
             busy = ", ".join(f"{field} {share:.0%}" for field, share in rows[-1]["shares"].items())
             print(f"{kind} {rung.name}: {rows[-1]['kernel']}, {rows[-1]['us']:,.0f} us, {busy}", flush=True)

@@ -17,11 +17,11 @@ def printed(*launches):
 
 def test_rows_hold_shares_and_stalls():
     counters = {ncu.DURATION: "1.5", ncu.SHARES["tensor_cores"]: "83.83", ncu.SHARES["l2_hits"]: "96.3",
-                ncu.COUNTS["registers"]: "1,168", ncu.STALL.format("barrier"): "3", ncu.STALL.format("selected"): "1"}  # fmt: skip
+                ncu.REGISTERS: "1,168", ncu.LOCAL[0]: "2", ncu.STALL.format("barrier"): "3", ncu.STALL.format("selected"): "1"}  # fmt: skip
     short = {**dict.fromkeys(counters, "0"), ncu.DURATION: "0.25"}
     row = ncu.row("decode", find(8), ncu.read(printed(("dflash2_merge(int)", short), ("dflash2_decode(int*)", counters))))
     assert row["kernel"] == "dflash2_decode" and row["us"] == 1500 and row["us_all"] == 1750 and row["launches"] == 2
-    assert row["shares"] == {"tensor_cores": 0.8383, "l2_hits": 0.963} and row["registers"] == 1168
+    assert row["shares"] == {"tensor_cores": 0.8383, "l2_hits": 0.963} and row["registers"] == 1168 and row["spill_instructions"] == 2
     assert row["stalls"] == {"barrier": 0.75, "selected": 0.25} and row["case"]["mode"] == "ncu_decode"
 
 
@@ -42,5 +42,5 @@ def test_without_a_gpu_it_says_what_it_wants(capsys):
 def test_the_command_asks_for_every_counter_once():
     command = ncu.command("ncu", "prefill", find(5))
     counters = command[command.index("--metrics") + 1].split(",")
-    assert len(set(counters)) == len(counters) == 1 + len(ncu.SHARES) + len(ncu.COUNTS) + len(ncu.STALLS)
+    assert len(set(counters)) == len(counters) == 2 + len(ncu.SHARES) + len(ncu.LOCAL) + len(ncu.STALLS)
     assert command[-1] == "prefill:5"
