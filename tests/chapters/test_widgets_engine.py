@@ -5,12 +5,12 @@ import math
 import random
 
 import pytest
-import test_profile
 import torch
 
 import ladder.chapters.ch11_end_to_end.exercises  # noqa: F401  registers them
 from ladder.chapters import article, plots
 from ladder.chapters import exercise as exercises
+from ladder.chapters.ch09_profiling import counters
 from ladder.chapters.ch09_profiling import tables as profiling
 from ladder.chapters.ch11_end_to_end import solutions as solutions_engine
 from ladder.chapters.ch11_end_to_end import tables as end_to_end
@@ -111,10 +111,16 @@ def test_the_kernels_a_rung_launches():
     assert lines[2].endswith("| 0 of 1 |") and lines[-1].endswith(f"| {len(found[8])} of {len(found[8])} |")
 
 
-def test_the_sample_is_the_one_that_the_reader_of_ncu_files_is_tested_with():
-    assert profiling.NCU_SAMPLE.read_text() == test_profile.DETAILS
-    assert "dflash2_decode: 2 launches" in profiling.ncu() and "did not run" not in profiling.ncu()
-    assert plots.png(profiling.ncu_picture().figure).startswith(PNG)
+def test_counters_are_shown_and_missing_ones_are_said(monkeypatch, tmp_path):
+    for kind, rungs in (("prefill", ("05 Fused", "07 DFlash v1", "08 DFlash v2")), ("decode", ("06 Paged", "07 DFlash v1", "08 DFlash v2"))):
+        text = counters.table(kind).data
+        assert all(f"| {rung} | " in text for rung in rungs) and "recorded on NVIDIA H200" in text
+    assert "dflash2_decode_hopper: 2 launches" in counters.described() and "did not run" not in counters.described()
+    assert "the number of cycles falls by" in counters.cycles_and_clock().data
+    assert plots.png(counters.picture().figure).startswith(PNG)
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    for shown in (counters.table("decode").data, counters.cycles_and_clock().data, counters.described()):
+        assert "ot recorded yet" in shown and "ladder.bench ncu" in shown
 
 
 @pytest.mark.slow

@@ -25,7 +25,6 @@ from ladder.lab.problem import AttentionProblem
 from ladder.rungs import RUNGS
 
 PACKAGE = Path(__file__).resolve().parents[2]
-NCU_SAMPLE = PACKAGE / "lab" / "data" / "ncu_details_sample.csv"
 TOKENS = 512  # of a profiled prompt
 GAINS = (1.5, 2.0, 4.0, math.inf)  # of a kernel, as the figures show them
 
@@ -257,49 +256,6 @@ def names_table(regex="dflash"):
             f"| {number:02d} {rung.title} | {', '.join(f'`{n}`' for n in names)} | {matched} of {len(names)} |"
         )
     return Markdown("\n".join(lines))
-
-
-# ---------------------------------------------------------------- Nsight Compute
-
-
-def ncu(path=NCU_SAMPLE):
-    """What ``ladder.profile`` reads in a CSV of Nsight Compute and says to it."""
-    return profile.describe_ncu(profile.read_ncu(path))
-
-
-@plots.styled
-def ncu_picture(path=NCU_SAMPLE):
-    """Kernels of an ncu file by use of memory and of compute, as a Picture; the area of a dot is its time."""
-    kernels = profile.read_ncu(path)
-    figure, axes = plots.canvas(3.5)
-    full = 100 * profile.FULL
-    for x0, y0, what in (
-        (2, 95, "bound by compute"), (98, 95, "both used well"), (2, 3, "neither: waiting"),
-        (98, 3, "bound by memory"),
-    ):  # fmt: skip
-        axes.text(
-            x0, y0, what, ha="left" if x0 < 50 else "right", va="top" if y0 > 50 else "bottom", color=plots.GREY,
-            fontsize=10,
-        )  # fmt: skip
-    for limit in (axes.axvline, axes.axhline):
-        limit(full, color=plots.GREY, lw=1.0, ls="--")
-    longest = max(k["us"] for k in kernels)
-    for kernel in kernels:
-        x, y = 100 * kernel["memory"], 100 * kernel["compute"]
-        axes.scatter(x, y, s=60 + 260 * kernel["us"] / longest, color=plots.SKY, edgecolor=plots.INK, zorder=3)
-        axes.annotate(
-            f"{kernel['kernel']}, {kernel['us']:,.0f} us", (x, y), xytext=(0, 13), textcoords="offset points",
-            ha="center", fontsize=9,
-        )  # fmt: skip
-    axes.set(
-        xlim=(0, 100), ylim=(0, 100), xlabel="memory throughput, per cent of peak",
-        ylabel="compute throughput, per cent",
-    )  # fmt: skip
-    plots.caption(
-        figure,
-        "An invented file in the format that ncu writes: look at the corner a kernel sits in, not at its numbers.",
-    )
-    return plots.Picture(figure, f"{len(kernels)} kernels by use of memory and compute")
 
 
 # ---------------------------------------------------------------- memory
