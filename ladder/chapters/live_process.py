@@ -8,6 +8,7 @@ import argparse
 import base64
 import contextlib
 import fcntl
+import functools
 import hashlib
 import html
 import json
@@ -31,13 +32,14 @@ class Topic:
 
     name: of its file in the cache, and the program's argument. module: the program. does: what the cell does, as the
     end of a sentence that begins with "On one, this cell". sources: files whose change makes cached numbers stale, as
-    patterns below ``ladder/`` ("../" leads to the other packages).
+    patterns below ``ladder/`` ("../" leads to the other packages). arguments: more of the program's arguments.
     """
 
     name: str
     module: str
     does: str
     sources: tuple
+    arguments: tuple = ()
 
     @property
     def without_gpu(self):
@@ -56,7 +58,7 @@ class Topic:
     @property
     def program(self):
         """The command line that measures."""
-        return [sys.executable, "-m", self.module, self.name]
+        return [sys.executable, "-m", self.module, self.name, *self.arguments]
 
 
 def _folder():
@@ -127,19 +129,23 @@ def _run(topic, progress):
 
 
 def serve(measure, names, argv=None):
-    """The main function of a topic's program: ``measure(name, doing)`` returns the document.
+    """The main function of a topic's program: ``measure(name, doing)`` returns the document, see ``report``."""
+    parser = argparse.ArgumentParser(description="Measure what a chapter shows live; prints one JSON object a line.")
+    parser.add_argument("name", choices=names)
+    report(functools.partial(measure, parser.parse_args(argv).name))
+
+
+def report(measure):
+    """Print the document that ``measure(doing)`` returns, and before it what is being done.
 
     ``doing(done, of, what)`` says that ``done`` of ``of`` parts are done and what comes now.
     """
-    parser = argparse.ArgumentParser(description="Measure what a chapter shows live; prints one JSON object a line.")
-    parser.add_argument("name", choices=names)
-    args = parser.parse_args(argv)
 
     def say(thing):
         print(json.dumps(thing), flush=True)
 
     start = time.perf_counter()
-    found = measure(args.name, lambda done, of, what: say({"doing": what, "done": done, "of": of}))
+    found = measure(lambda done, of, what: say({"doing": what, "done": done, "of": of}))
     say({"document": {**found, "seconds": round(time.perf_counter() - start, 1)}})
 
 

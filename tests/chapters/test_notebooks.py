@@ -131,7 +131,7 @@ def test_shape_of_a_rung_chapter(path):
     notebook = read(path)
     prose = markdown(notebook)
     number = int(path.stem[:2])
-    assert re.search(r"\*\*\d\d minutes\*\* · you need: .* · GPU: ", prose)
+    assert re.search(r"\*\*\d\d minutes\*\*[^·]* · you need: .* · GPU: ", prose)
     for part in ("You will be able to", "## Recap", "**Still slow because**", "## Exercises", "## The roofline"):
         assert part in prose, part
     code = "\n".join(map(source, code_cells(notebook)))
@@ -146,7 +146,7 @@ def test_shape_of_a_rung_chapter(path):
     outputs = "\n".join(text for _, text in texts(notebook))
     assert "FAILS" not in outputs and "within budget" in outputs
     stubs = [cell for cell in code_cells(notebook) if "stub" in cell["metadata"].get("tags", [])]
-    assert 2 <= len(stubs) <= 3
+    assert 2 <= len(stubs) <= (6 if number == 5 else 3)  # a first Triton kernel wants small steps
     for cell in stubs:
         assert re.match(r"\w+ visible: not yet: ", "".join(cell["outputs"][0]["text"])), "a stub is not the solution"
 

@@ -1,4 +1,4 @@
-"""Exercises of chapters 01 to 05."""
+"""Exercises of chapters 01 to 04; those of chapter 05 are kernels, in ``exercises_triton``."""
 
 import math
 
@@ -17,6 +17,8 @@ from ladder.chapters.exercise import (
     solution,
 )
 from ladder.lab.problem import reference
+
+from . import exercises_triton  # noqa: F401  registers them
 
 __all__ = ["check", "hint", "solution"]  # what a notebook calls
 
@@ -351,131 +353,4 @@ _exercise(
         "whole: k1 - 1 <= q0 + Sk - Sq; cut: k0 <= q1 - 1 + Sk - Sq; else skipped. The ends q1 and k1 are exclusive.",
     ),
     _kind_visible, _kind_strict, "ladder.chapters.ch01_05_rungs.solutions:tile_kind",
-)  # fmt: skip
-
-
-# ---------------------------------------------------------------- chapter 05: kernels, in Triton's interpreter
-
-
-def _guarded(tensor, margin=64, outside=math.nan):
-    """A flat buffer with ``outside`` before and after a copy of ``tensor``; returns (buffer, view of the copy)."""
-    buffer = torch.full((tensor.numel() + 2 * margin,), outside, dtype=tensor.dtype)
-    view = buffer[margin : margin + tensor.numel()].view(tensor.shape)
-    view.copy_(tensor)
-    return buffer, view
-
-
-def _written(buffer, view, case):
-    """Refuse a kernel that left outputs unwritten or wrote outside them."""
-    missing = int(torch.isnan(view).sum())
-    if missing:
-        raise NotYet(f"{case}: {missing} of {view.numel()} outputs are NaN: never written, or computed from NaN")
-    inside = view.storage_offset(), view.storage_offset() + view.numel()
-    outside = torch.cat([buffer[: inside[0]], buffer[inside[1] :]])
-    if not torch.isnan(outside).all():
-        raise NotYet(f"{case}: {int((~torch.isnan(outside)).sum())} elements outside the output were overwritten")
-
-
-def _empty(*shape):
-    return _guarded(torch.full(shape, math.nan))
-
-
-def _scale_case(kernel, n, block, factor):
-    _, x = _guarded(_noise(n), outside=5.0)  # a store past the end then shows
-    buffer, out = _empty(n)
-    kernel[(-(-n // block),)](x, out, n, factor, BLOCK=block)
-    _written(buffer, out, f"{n} elements, BLOCK {block}")
-    _close(out, x * factor, f"{n} elements, BLOCK {block}")
-
-
-def _scale_visible(kernel):
-    _scale_case(kernel, 128, 32, 3.0)
-
-
-def _scale_strict(kernel):
-    for n in (1, 100, 33):
-        _scale_case(kernel, n, 32, -0.5)
-
-
-_exercise(
-    "05a", "A first program",
-    (
-        "Program p owns elements p * BLOCK to (p + 1) * BLOCK - 1. tl.program_id(0) is p, tl.arange(0, BLOCK) counts "
-        "within it.",
-        "Pointers are numbers: x_ptr + offsets is a block of BLOCK addresses. What does the last program point at?",
-        "offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK); inside = offsets < n; load and store with "
-        "mask=inside.",
-    ),
-    _scale_visible, _scale_strict, "ladder.chapters.ch01_05_rungs.solutions_triton:scale_kernel",
-)  # fmt: skip
-
-
-def _rows_case(kernel, x, block, case):
-    rows, n = x.shape
-    buffer, out = _empty(rows, n)
-    kernel[(rows,)](x, out, x.stride(0), x.stride(1), n, BLOCK=block)
-    _written(buffer, out, case)
-    _close(out, torch.softmax(x.double(), -1), case)
-
-
-def _rows_visible(kernel):
-    _rows_case(kernel, _guarded(_noise(4, 16))[1], 16, "4 rows of 16, BLOCK 16")
-
-
-def _rows_strict(kernel):
-    _rows_case(kernel, _guarded(_noise(4, 11, shift=-30.0))[1], 16, "4 rows of 11 near -30, BLOCK 16")
-    _rows_case(kernel, _guarded(_noise(11, 4))[1].T, 16, "a transposed view, 4 rows of 11")
-    _rows_case(kernel, _guarded(_noise(3, 16, scale=2e4))[1], 16, "scores of +-50,000")
-
-
-_exercise(
-    "05b", "One program, one row",
-    (
-        "A row's address is x_ptr + row * stride_row; its columns are stride_col apart, which need not be 1.",
-        "Columns at or past n need a value that cannot change the maximum or the sum.",
-        "x = tl.load(x_ptr + row * stride_row + cols * stride_col, mask=cols < n, other=-inf); e = tl.exp(x - "
-        "tl.max(x, 0)); store e / tl.sum(e, 0) at out_ptr + row * n + cols.",
-    ),
-    _rows_visible, _rows_strict, "ladder.chapters.ch01_05_rungs.solutions_triton:row_softmax_kernel",
-)  # fmt: skip
-
-
-def _attend_case(kernel, seqlen_k, case, order=None, head_dim=16, block_m=16, block_n=16):
-    q = _noise(block_m, head_dim)
-    k, v = _noise(seqlen_k, head_dim, seed=1), _noise(seqlen_k, head_dim, seed=2)
-    if order == "rising":
-        k = k[(k @ q[0]).argsort()]
-    _, q_view = _guarded(q)
-    _, k_view = _guarded(k, margin=block_n * head_dim)  # past the last key lies NaN
-    _, v_view = _guarded(v, margin=block_n * head_dim)
-    buffer, out = _empty(block_m, head_dim)
-    kernel[(1,)](
-        q_view, k_view, v_view, out, seqlen_k, head_dim**-0.5, BLOCK_M=block_m, BLOCK_N=block_n, HEAD_DIM=head_dim
-    )
-    _written(buffer, out, case)
-    _close(out, reference(q[None, None], k[None, None], v[None, None])[0][0, 0], case, tolerance=1e-3)
-
-
-def _attend_visible(kernel):
-    _attend_case(kernel, 16, "16 keys: one tile")
-
-
-def _attend_strict(kernel):
-    _attend_case(kernel, 64, "64 keys in rising order: every tile raises the maximum", order="rising")
-    _attend_case(kernel, 41, "41 keys with NaN behind them")
-    _attend_case(kernel, 1, "a single key with NaN behind it")
-
-
-_exercise(
-    "05c", "A whole fused kernel",
-    (
-        "It is exercise 03a in a loop: load a K tile, scores, fold, load a V tile. State lives in m, l and acc, in "
-        "registers.",
-        "The last tile runs past the last key: mask its loads and set those scores to -inf. Mask V too: 0 x NaN is "
-        "NaN.",
-        "k = tl.load(k_ptr + keys[None, :] * HEAD_DIM + dims[:, None], mask=(keys < seqlen_k)[None, :], other=0.); s = "
-        "tl.where((keys < seqlen_k)[None, :], tl.dot(q, k, input_precision='ieee') * scale, -inf); then fold as in "
-        "03a.",
-    ),
-    _attend_visible, _attend_strict, "ladder.chapters.ch01_05_rungs.solutions_triton:attend_kernel",
 )  # fmt: skip
