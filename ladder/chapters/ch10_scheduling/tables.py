@@ -1,6 +1,7 @@
 """What chapters 10 and 11 read of ``notebooks/results/multi_gpu.json``: several GPUs measured, beside predictions.
 
-``python -m ladder.bench multi_gpu`` records the file. While it, or a part of it, is missing, the table's place says so.
+``python -m ladder.bench multi_gpu`` records the file. While it, or a part of it, is missing, a sentence in the table's
+place says so.
 The error of a prediction is prediction / measurement - 1.
 """
 
@@ -173,13 +174,71 @@ def engine_table(doc=None):
     return table(doc, head, lines, text, [old, new], True)
 
 
+def four_ways(doc=None):
+    """{skew of the routers: {neither, kernel, scheduler, both: row}}, the skews of which all four were measured."""
+    skews = {}
+    for r in rows(doc, "four_way"):
+        if r.get("predicted"):
+            skews.setdefault(r["case"]["skew"], {})[r["case"]["which"]] = r
+    return {skew: ways for skew, ways in skews.items() if set(ways) == set(WAYS)}
+
+
+@plots.styled
+def four_way_picture(simulated, title, source, doc=None):
+    """Throughput of the four ways as a Picture: simulated on many GPUs, and measured beside simulated on two.
+
+    Args:
+        simulated: {neither, kernel, scheduler, both: throughput, neither = 1} of the many GPUs.
+        title: of their panel. source: where these numbers come from.
+    """
+    skews = four_ways(doc)
+    figure, panels = plots.canvas(3.9, columns=1 + len(skews), sharey=True, squeeze=False)
+    panels = panels[0]
+    _four_bars(panels[0], {"simulated": simulated}, title)
+    for axes, (skew, ways) in zip(panels[1:], skews.items()):
+        both = {
+            "measured": {name: r.get("gain", 1.0) for name, r in ways.items()},
+            "simulated": {name: r["predicted"].get("gain", 1.0) for name, r in ways.items()},
+        }
+        name = "routing like V2-Lite's" if skew.startswith("popularity") else skew
+        _four_bars(axes, both, f"2 GPUs,\n{name}")
+    panels[0].set_ylabel("throughput, neither = 1")
+    tallest = [r.get("gain", 1.0) for ways in skews.values() for r in ways.values()]
+    panels[0].set_ylim(0, 1.25 * max([*simulated.values(), *tallest]))
+    panels[-1].legend(loc="upper left", fontsize=8.5)
+    doc = doc or record()
+    measured = [r for ways in skews.values() for r in ways.values()]
+    where = f" Two GPUs: {results.caption(doc, measured)}." if measured else " Nothing is measured yet."
+    plots.caption(
+        figure,
+        'Look at the bars of "both": the black line is the product of the two gains. Blue bars with a hatch are '
+        f"simulated, orange bars are measured. Many GPUs: {source}.{where}",
+    )
+    return plots.Picture(figure, f"throughput of kernel, scheduler and both in {len(panels)} panels")
+
+
+def _four_bars(axes, kinds, title):
+    """Bars of the four ways for each kind, "measured" or "simulated", and a line where the product would be."""
+    looks = {"measured": (plots.ORANGE, None), "simulated": (plots.SKY, "//")}
+    width = 0.8 / len(kinds)
+    for number, (kind, values) in enumerate(kinds.items()):
+        colour, hatch = looks[kind]
+        x = [place - 0.4 + width * (number + 0.5) for place in range(len(WAYS))]
+        heights = [values[name] for name in WAYS]
+        axes.bar(x, heights, width, color=colour, hatch=hatch, edgecolor=plots.INK, lw=0.6, label=kind)
+        product = values["kernel"] * values["scheduler"]
+        tops = [*heights[:-1], max(heights[-1], product)]
+        for at, height, top in zip(x, heights, tops):
+            axes.text(at, top + 0.02, f"{height:.2f}", ha="center", fontsize=7.5 if len(kinds) > 1 else 9)
+        axes.hlines(product, x[-1] - width / 2, x[-1] + width / 2, color=plots.INK, lw=2.2)
+    axes.set_xticks(range(len(WAYS)), ["neither", "kernel", "sched-\nuler", "both"], fontsize=9)
+    axes.set_title(title, fontsize=9.5)
+
+
 def four_way_table(doc=None):
     """Throughput of {neither, kernel, scheduler, both}, and whether both is the product, beside the simulator's."""
     found = [r for r in rows(doc, "four_way") if r.get("predicted")]
-    skews = {}
-    for r in found:
-        skews.setdefault(r["case"]["skew"], {})[r["case"]["which"]] = r
-    skews = {skew: ways for skew, ways in skews.items() if set(ways) == set(WAYS)}
+    skews = four_ways(doc)
     if not skews:
         return missing("four_way", doc)
     lines = []

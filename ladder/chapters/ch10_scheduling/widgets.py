@@ -1,118 +1,25 @@
-"""Explorers of the scheduling chapter: ipywidgets that redraw when a control moves, with a still for readers
-without a kernel.
-
-Each is a VBox with a fixed text form; its controls, `picture` and `readout` are attributes, so that code can
-drive it as a reader would.
-"""
+"""Explorers of chapter 10: packing by hand, water-filling step by step, and the simulator with the reader's numbers."""
 
 from __future__ import annotations
-
-import html
 
 import ipywidgets as ipw
 import numpy as np
 
-from dspark_mini import plots, simulator
+from dspark_mini import baselines, plots, simulator
 from dspark_mini.load import balancedness
 from dspark_mini.placement import Placement
 from dspark_mini.placing import place
 from dspark_mini.split import balance, split_bound
 from dspark_mini.topology import Topology
+from ladder.chapters import plots as house
+from ladder.chapters.explorer import Explorer, PredictThenMeasure, slider
 
-__all__ = ["Picture", "PourStepper", "Predict", "Puzzle", "SimulationExplorer", "pour_trace"]
-
-WIDTH = 800  # pixels of a figure at 100 %
-
-
-class Explorer(ipw.VBox):
-    """Controls above, picture and readout below. Subclasses build controls, call `start`, and implement `draw`."""
-
-    title = "explorer"
-
-    def start(self, *rows):
-        self.picture = ipw.Image(format="png", width=WIDTH, layout=ipw.Layout(max_width="100%"))
-        self.readout = ipw.HTML()
-        for row in rows:
-            for control in row:
-                control.observe(self.redraw, "value")
-        boxes = [ipw.HBox(row, layout=ipw.Layout(flex_flow="row wrap")) for row in rows]
-        self.children = [*boxes, self.picture, self.readout]
-        self.redraw()
-
-    def draw(self):
-        """(Figure, readout as HTML) for the controls as they stand."""
-        raise NotImplementedError
-
-    def redraw(self, change=None):
-        figure, text = self.draw()
-        self.picture.value = plots.png(figure)
-        self.readout.value = f'<div style="max-width: {WIDTH}px">{text}</div>'
-
-    def still(self):
-        return {"image/png": plots.png(self.draw()[0])}
-
-    def __repr__(self):
-        return f"{self.title} (run the cell to drive it)"
-
-    def _repr_mimebundle_(self, include=None, exclude=None, **keywords):
-        bundle = super()._repr_mimebundle_(**keywords)
-        data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
-        return {**data, "text/plain": repr(self), **self.still()}, metadata
+__all__ = ["PourStepper", "PredictThenMeasure", "Puzzle", "SimulationExplorer", "picture", "pour_trace"]
 
 
-class Picture:
-    """A figure with a caption that says what to look at; its text form is the caption."""
-
-    def __init__(self, figure, caption):
-        self.figure, self.caption = figure, caption
-
-    def __repr__(self):
-        return self.caption
-
-    def _repr_mimebundle_(self, include=None, exclude=None):
-        return {"image/png": plots.png(self.figure), "text/plain": self.caption}
-
-
-class Predict(ipw.VBox):
-    """A question with a number for an answer; the number shows beside the reader's prediction, never before it."""
-
-    def __init__(self, question, answer, unit="", *, low, high, because="", step=None):
-        if not low <= answer <= high:
-            raise ValueError(f"answer must lie between low = {low} and high = {high}, got {answer}")
-        super().__init__()
-        self.question, self.answer, self.unit, self.because = question, float(answer), unit, because
-        self.prediction = ipw.FloatSlider(
-            value=(low + high) / 2,
-            min=low,
-            max=high,
-            step=step or (high - low) / 100,
-            description="I predict",
-            style={"description_width": "initial"},
-            layout=ipw.Layout(width="420px"),
-        )
-        self.button = ipw.Button(description="measure", button_style="primary")
-        self.button.on_click(self.reveal)
-        self.shown = ipw.HTML("<i>Move the slider, then press the button.</i>")
-        self.children = [
-            ipw.HTML(f"<b>Predict:</b> {html.escape(question)}"),
-            ipw.HBox([self.prediction, ipw.Label(unit), self.button]),
-            self.shown,
-        ]
-
-    def reveal(self, button=None):
-        off = self.prediction.value - self.answer
-        self.shown.value = (
-            f"measured <b>{self.answer:.3g} {self.unit}</b>, you said {self.prediction.value:.3g} "
-            f"({'+' if off >= 0 else '-'}{abs(off):.2g}). {html.escape(self.because)}"
-        )
-
-    def __repr__(self):
-        return f"Predict: {self.question} (run the cell to answer)"
-
-    def _repr_mimebundle_(self, include=None, exclude=None, **keywords):
-        bundle = super()._repr_mimebundle_(**keywords)
-        data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
-        return {**data, "text/plain": repr(self)}, metadata
+def picture(figure, text):
+    """A figure of ``dspark_mini.plots`` with a caption under it that says what to look at, as a Picture."""
+    return house.Picture(house.caption(figure, text), text)
 
 
 class Puzzle(Explorer):
@@ -201,9 +108,7 @@ class PourStepper(Explorer):
         super().__init__()
         self.counts, self.bound = counts, split_bound(counts, placement, layer)
         self.states = pour_trace(counts, placement, layer)
-        self.step = ipw.IntSlider(
-            value=0, min=0, max=len(self.states) - 1, description="step", layout=ipw.Layout(width="420px")
-        )
+        self.step = slider("step", 0, 0, len(self.states) - 1)
         self.start([self.step])
 
     def draw(self):
@@ -219,13 +124,13 @@ class PourStepper(Explorer):
         )
         gpus = ", ".join(map(str, self.bound[1]))
         return figure, (
-            f"busiest GPU {max(total)} tokens, bound {self.bound[0]}: the experts that live only on GPUs {gpus} "
-            f"bring that many per GPU, and cannot leave them"
+            f"busiest GPU {max(total)} tokens, bound {self.bound[0]}: the experts whose copies are all on GPUs {gpus} "
+            f"bring that many tokens for each of these GPUs"
         )
 
 
 class SimulationExplorer(Explorer):
-    """The article's picture with your numbers: GPUs, slots, skew, batch, context, topology."""
+    """The simulator with the reader's numbers: GPUs, slots, skew, batch, context, topology."""
 
     title = "live simulation"
 
@@ -234,23 +139,19 @@ class SimulationExplorer(Explorer):
         style = {"style": {"description_width": "initial"}, "layout": ipw.Layout(width="380px")}
         self.gpus = ipw.SelectionSlider(options=[2, 4, 8, 16, 32, 64], value=8, description="GPUs", **style)
         self.per_node = ipw.SelectionSlider(options=[2, 4, 8], value=8, description="GPUs per node", **style)
-        self.spare = ipw.IntSlider(value=2, min=0, max=4, description="spare slots per GPU", **style)
-        self.skew = ipw.FloatSlider(value=0.8, min=0, max=2, step=0.1, description="skew of routing", **style)
+        self.spare = slider("spare slots per GPU", 2, 0, 4)
+        self.skew = slider("skew of routing", 0.8, 0, 2, 0.1)
         self.batch = ipw.SelectionSlider(
             options=[256, 1024, 4096, 16384], value=4096, description="tokens per step", **style
         )
         self.context = ipw.SelectionSlider(
             options=[1024, 4096, 16384, 65536], value=16384, description="prompt length", **style
         )
-        self.kernel = ipw.FloatSlider(
-            value=2, min=1, max=3, step=0.25, description="speed-up of the attention core", **style
-        )
+        self.kernel = slider("attention becomes x as fast", 2, 1, 3, 0.25)
         self.start([self.gpus, self.per_node], [self.spare, self.skew], [self.batch, self.context], [self.kernel])
 
     def run(self):
         """{neither, kernel, scheduler, both} -> Result, for the controls as they stand."""
-        from dspark_mini import baselines
-
         model, gpus = simulator.MODELS["v2-lite"], self.gpus.value
         rng = np.random.default_rng(0)
         scores = self.skew.value * rng.standard_normal((4, model.num_experts))
@@ -286,8 +187,8 @@ class SimulationExplorer(Explorer):
         )
         share = ", ".join(f"{name} {base.phases[name] / base.step_s:.0%}" for name in base.phases)
         return figure, (
-            f"time before: {share}.<br>throughput: kernel <b>{gain['kernel']:.2f}</b>, scheduler "
+            f"time before: {share}.<br>throughput, neither = 1: kernel <b>{gain['kernel']:.2f}</b>, scheduler "
             f"<b>{gain['scheduler']:.2f}</b>, both <b>{gain['both']:.2f}</b> "
-            f"(product {gain['kernel'] * gain['scheduler']:.2f}); balancedness {base.balancedness:.2f} -> "
-            f"{results['both'].balancedness:.2f}"
+            f"(product {gain['kernel'] * gain['scheduler']:.2f}); balancedness {base.balancedness:.2f} "
+            f"to {results['both'].balancedness:.2f}"
         )

@@ -112,7 +112,7 @@ def _advise_case(answer, *case):
     if got != want:
         kind = "experts" if experts else "dense"
         raise NotYet(
-            f'attention {share:.0%}, busy {busy_share:.0%}, {step_ms:g} of {target_ms:g} ms, {kind}, {context:,} '
+            f"attention {share:.0%}, busy {busy_share:.0%}, {step_ms:g} of {target_ms:g} ms, {kind}, {context:,} "
             f'tokens: "{got}"; want "{want}"'
         )
 
@@ -175,7 +175,11 @@ def _at_once_strict(answer):
         _at_once_case(answer, (pages - 1) // 72, f"V2-Lite on 141 GB at {fraction:.2f}", fraction=fraction, **real)
     for want, case, arguments in (
         (0, "weights that do not fit", dict(total=1000, fraction=0.5, weights=600, activations=0, tokens=16, **page)),
-        (0, "one page: it is nobody's", dict(total=1000, fraction=1.0, weights=990, activations=0, tokens=1, **page)),
+        (
+            0,
+            "one page, which is page 0 and stays unused",
+            dict(total=1000, fraction=1.0, weights=990, activations=0, tokens=1, **page),
+        ),
         (1, "two pages", dict(total=1000, fraction=1.0, weights=900, activations=80, tokens=16, **page)),
         (
             99,
@@ -187,7 +191,11 @@ def _at_once_strict(answer):
             "a request larger than the pool",
             dict(total=1000, fraction=1.0, weights=0, activations=0, tokens=1600, **page),
         ),
-        (3, "half a page is no page", dict(total=1000, fraction=1.0, weights=955, activations=0, tokens=16, **page)),
+        (
+            3,
+            "an incomplete page does not count",
+            dict(total=1000, fraction=1.0, weights=955, activations=0, tokens=16, **page),
+        ),
     ):
         _at_once_case(answer, want, case, **arguments)
 
@@ -196,7 +204,7 @@ _exercise(
     "11a", "How many at once",
     (
         "The fraction is of the device's total. Weights and activations come out of it; what is left is divided into "
-        "whole pages, of which page 0 is given to nobody.",
+        "whole pages, of which page 0 stays unused.",
         "A request takes whole pages: its tokens divided by the page size, rounded up. Divide pages by pages, not "
         "tokens by tokens, and never answer less than 0.",
         "pages = int(total * fraction - weights - activations) // page_bytes; return max(0, pages - 1) // -(-tokens // "

@@ -2,12 +2,13 @@
 ours.
 
 Recorded files in ``notebooks/results``: ``engine`` (rows of ``python -m ladder.engine bench``: throughput, memory
-table, the dense control, peers) and ``engine_quality`` (``python -m ladder.engine quality``). A missing file, or a row
-that is missing in one, is said in words in the place of its table, so that the chapter runs before it is recorded.
+table, the dense control, peers) and ``engine_quality`` (``python -m ladder.engine quality``). Where a file or a
+row is missing, a sentence in the table's place says so, and the chapter runs all the same.
 """
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,8 @@ from ladder.lab.names import title
 OURS, V1 = "step08_dflash2", "step07_dflash1"
 RECORDS = {
     "engine": "python -m ladder.engine bench --model deepseek-v2-lite --backend step07,step08 --json "
-        "notebooks/results/engine.json",
+    "notebooks/results/engine.json",
+    "step08_fusion": "python -m ladder.bench fusion --json notebooks/results/step08_fusion.json",
     "engine_quality": "python -m ladder.engine quality --json notebooks/results/engine_quality.json",
 }
 SERVED = dict(model="deepseek-v2-lite", input_len=4096, output_len=512, concurrency=8)
@@ -87,9 +89,9 @@ def training_picture(path=TRAINING):
     plots.caption(
         figure,
         f"Trained in {run['seconds']:.0f} s on {run['machine']['gpu']}, {run['parameters'] / 1e6:.1f} M parameters. "
-        f"Left of the dashed line it "
-        f"learns from {curve[0]['seq_len']:,} tokens at a time, and at 4,096 held-out text even gets worse: positions "
-        f"it never saw. Right: longer context helps.",
+        f"Left of the dashed line it learns from {curve[0]['seq_len']:,} tokens at a time, and the red curve rises, "
+        "because the held-out text has positions that the model has not seen yet. Right: bits per byte fall with the "
+        "context, partly because in a long text fewer bytes stand near its beginning.",
     )  # fmt: skip
     return plots.Picture(
         figure,
@@ -523,7 +525,105 @@ def dense_table(doc=None):
     return Markdown("\n".join(lines))
 
 
+def training_lengths(path=TRAINING):
+    """{tokens of a training sequence: share (0 .. 1) of all tokens that tiny-moe was trained on}."""
+    shares, before, curve = {}, 0, json.loads(Path(path).read_text())["curve"]
+    for r in curve:
+        shares[r["seq_len"]] = shares.get(r["seq_len"], 0) + (r["tokens"] - before) / curve[-1]["tokens"]
+        before = r["tokens"]
+    return shares
+
+
+def latency_table(doc=None, fusion=None):
+    """Where step 08 saves time between two tokens: what attention can explain, and what fused launches can, as a
+    Markdown table."""
+    doc, fusion = doc or record("engine"), fusion or record("step08_fusion")
+    old, new = served(doc, V1), served(doc, OURS)
+    config = find(SERVED["model"]).config
+    context = SERVED["input_len"] + SERVED["output_len"]
+    saved, sources = {}, []
+    for op, layers in (("mla", config.num_layers), ("router", config.num_layers - config.num_dense)):
+        pair = [
+            r
+            for impl in ("torch", OURS)
+            for r in (results.select(fusion, impl, op=op, model="DeepSeek-V2-Lite", T=8) if fusion else [])
+            if "ms" in r
+        ]
+        if len(pair) == 2:
+            saved[op] = layers * (pair[0]["ms"]["median"] - pair[1]["ms"]["median"])
+            sources += pair
+    if old is None or new is None or len(saved) < 2:
+        return missing("engine", "steps 07 and 08 on 8 requests of 4,096 tokens, or step08_fusion.json")
+    share = models()["DeepSeek-V2-Lite"].share("decode", context, batch=SERVED["concurrency"])
+    control = [served(doc, impl, model="mla-dense", input_len=512, output_len=128) for impl in (V1, OURS)]
+    before, after = (e and e["itl_ms"] for e in control)
+    kernels = record("step08_dflash2")
+    alone = [
+        r["ms"]["median"]
+        for impl in (V1, OURS)
+        for r in (
+            results.select(kernels, impl, mode="mla_decode", B=1, Hq=config.num_heads, Sk=32768) if kernels else []
+        )
+        if "ms" in r
+    ]
+    lines = [
+        "| of the time between two tokens | ms | x as fast |",
+        "|:--|--:|--:|",
+        f"| step 07, measured | {old['itl_ms']:.2f} | 1 |",
+        f"| if attention, {100 * share:.0f} % of the bytes, took no time: Amdahl's limit | "
+        f"{old['itl_ms'] * (1 - share):.2f} | {1 / (1 - share):.2f} |",
+        f"| step 08, measured | {new['itl_ms']:.2f} | **{old['itl_ms'] / new['itl_ms']:.2f}** |",
+        f"| *difference of the two measurements* | {old['itl_ms'] - new['itl_ms']:.2f} | |",
+        f"| norm of the latent, rotary embedding and cache write in one launch, {config.num_layers} layers | "
+        f"-{saved['mla']:.2f} | |",
+        f"| residual sum, norm and router in one launch, {config.num_layers - config.num_dense} layers | "
+        f"-{saved['router']:.2f} | |",
+    ]
+    if None not in control:
+        lines.append(
+            f"| control, 512 tokens of a dense model: from {before:.2f} to {after:.2f} ms | {after - before:.2f} | "
+            f"{before / after:.2f} |"
+        )
+    said = (
+        " Attention alone is not recorded for these eight sequences; for one sequence of 32,768 tokens it takes "
+        f"{alone[0]:.3f} ms a layer in step 07 and {alone[1]:.3f} in step 08."
+        if len(alone) == 2
+        else ""
+    )
+    lines.append(
+        f"\n*Steps: {SERVED['concurrency']} requests, up to {context:,} tokens, {results.caption(doc, [old, new])}. "
+        "Rows with layers: step 08's fused kernels against PyTorch's chain of operators, 8 tokens, each timed alone in "
+        f"a CUDA graph and multiplied by the layers, {results.caption(fusion, sources)}.{said}*"
+    )
+    return Markdown("\n".join(lines))
+
+
 # ---------------------------------------------------------------- quality of windows
+
+
+def quality_readings(doc=None):
+    """What the recorded windows say of sinks, and of windows that beat exact attention, as Markdown."""
+    doc = doc or record("engine_quality")
+    rows = [e for e in doc["rows"] if e["case"].get("task") == "quality"] if doc else []
+    bits = {e["case"]["policy"]: e["bits_per_byte"] for e in rows}
+    gains = []
+    for policy, value in bits.items():
+        found = re.fullmatch(r"sink (\d+) \+ window (\d+)", policy)
+        plain = f"sliding {int(found[1]) + int(found[2])}" if found else None
+        if plain in bits:
+            gains.append(bits[plain] - value)
+    if "exact" not in bits or not gains:
+        return missing("engine_quality")
+    better = [f"{policy} ({value - bits['exact']:+.4f})" for policy, value in bits.items() if value < bits["exact"]]
+    lengths = training_lengths()
+    said = ", ".join(f"{100 * share:.0f} % at {n:,} tokens" for n, share in lengths.items())
+    lines = [
+        f"- Sinks: 4 sinks in place of 4 keys of the window change the result by {-max(gains):+.4f} to "
+        f"{-min(gains):+.4f} bits per byte.",
+        f"- Better than exact attention: {', '.join(better) or 'none'}.",
+        f"- Tokens that the model was trained on: {said}.",
+    ]
+    return Markdown("\n".join(lines) + f"\n\n*{results.caption(doc)}; training: `{Path(TRAINING).name}`.*")
 
 
 def quality_table(doc=None):
@@ -572,7 +672,7 @@ def quality_picture(found):
     entries = [(name, value, colour) for (name, value), colour in zip(found.items(), colours)]
     figure = plots.bars(
         entries, unit="bits per byte, second half of the text", highlight="exact",
-        note="Computed here: tiny-moe reads the first lines of a source file of this repository. Little text: read the "
-            "order, not the third digit.",
+        note="Computed here: tiny-moe reads the first lines of a source file of this repository. This is little text: "
+            "compare the order of the bars and not their third digit.",
     )  # fmt: skip
     return plots.Picture(figure, f"bits per byte under {len(found)} window policies")
