@@ -16,13 +16,14 @@ def install(shell):
         return isinstance(error, NotRecorded) or isinstance(error, NameError) and error.name in never_made
 
     def say(shell, kind, error, trace, tb_offset=None):
+        if not lacks(error):
+            return shell.showtraceback((kind, error, trace), tb_offset)
+        why = str(error) if isinstance(error, NotRecorded) else never_made[error.name]
+        never_made.update(dict.fromkeys(assigned(cell[0]) - set(shell.user_ns), why))
         if isinstance(error, NotRecorded):
-            never_made.update(dict.fromkeys(assigned(cell[0]) - set(shell.user_ns), str(error)))
-            print(error)
-        elif lacks(error):
-            print(f"This cell needs `{error.name}`, which an earlier cell did not compute. {never_made[error.name]}")
+            print(why)
         else:
-            shell.showtraceback((kind, error, trace), tb_offset)
+            print(f"This cell needs `{error.name}`, which an earlier cell did not compute. {why}")
 
     async def run(code, result=None, **options):
         failed = await run_code(code, result, **options)
