@@ -41,7 +41,7 @@ def test_shapes_that_rung_02_refuses_are_refused():
 @pytest.mark.parametrize("causal", [False, True])
 def test_bytes_of_float32_inputs_are_those_that_run(causal):
     """With float32 inputs there is no cast on the CPU, except that of the weights to their own dtype, which is free."""
-    problem = AttentionProblem(Hq=16, Hkv=16, Sq=300, Sk=300, D=32, Dv=32, dtype="float32", causal=causal)
+    problem = AttentionProblem(Hq=16, Hkv=16, Sq=512, Sk=512, D=32, Dv=32, dtype="float32", causal=causal)
     with Traffic() as seen:
         variants.tiled_16bit(*problem.make(), causal=causal)
     rounding = problem.B * problem.Hq * problem.Sq * problem.Sk * 8
