@@ -244,8 +244,8 @@ def tiled_costs(doc):
         f"| all | measured | {c['total']:.0f} |",
         "",
         f"So the float32 products take about **{share:.0f} %** of the {c['total']:.0f} ms, and moving bytes takes most "
-        f"of the rest. Products of 16-bit operands would take {c['products, 16 bits']:.0f} ms at the limit of the tensor "
-        f"cores. Rung 02 would then need about {c['with 16-bit products']:.0f} ms, still "
+        f"of the rest. Products of 16-bit operands would take {c['products, 16 bits']:.0f} ms at the tensor cores' "
+        f"limit. Rung 02 would then need about {c['with 16-bit products']:.0f} ms, still "
         f"**{c['with 16-bit products'] / c['naive']:.1f} times** the {c['naive']:.1f} ms of rung 01. That is close to "
         f"the ratio of the bytes that the two rungs move, {c['bytes'] / c['bytes of 01']:.1f}.",
         f"\n*Estimated from times and limits {results.caption(doc)}.*",
