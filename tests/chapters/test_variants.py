@@ -85,3 +85,9 @@ def test_the_16_bit_row_is_shown_once_it_is_recorded():
     doc["rows"].append(row)
     text = tables.sixteen_bit(doc).data
     assert "77.7" in text and "not recorded yet" not in text
+
+
+def test_what_the_products_multiply():
+    inputs = AttentionProblem(Hq=2, Hkv=2, Sq=40, Sk=40, D=16, Dv=16).make()
+    assert tables.product_dtypes(step01_naive.attention, *inputs) == "float16"
+    assert tables.product_dtypes(step02_tiled.attention, *inputs) == "float32"

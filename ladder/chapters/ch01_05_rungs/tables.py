@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 from IPython.display import Markdown
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ladder.chapters import plots
 from ladder.lab import memory, results
@@ -201,6 +202,26 @@ def masking(doc, lengths=(1024, 4096, 16384, 32768)):
         )
     lines.append(f"\n*Times {results.caption(doc)}; bytes counted from the algorithm.*")
     return Markdown("\n".join(lines))
+
+
+class _Products(TorchDispatchMode):
+    """Collects the dtypes of the operands of every matrix product under it."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name in ("aten::mm", "aten::bmm"):
+            self.dtypes |= {x.dtype for x in args[:2]}
+        return func(*args, **(kwargs or {}))
+
+
+def product_dtypes(attention, *inputs):
+    """The dtypes that ``attention(*inputs)`` multiplies, as text: what its matrix products got while it ran."""
+    with _Products() as seen:
+        attention(*inputs)
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in seen.dtypes))
 
 
 def tiled_causes(doc):

@@ -289,7 +289,7 @@ class NaiveCostExplorer(Explorer):
         )
         text = (
             f"Score matrix {plots.size(c['matrix'])}; moved in all {plots.size(c['moved'])}; inputs and output "
-            f"{plots.size(c['inputs'])}; {c['flops'] / c['moved']:.0f} FLOPs a byte where the machine balances at "
+            f"{plots.size(c['inputs'])}; {c['flops'] / c['moved']:.0f} FLOPs per byte; the machine's ridge is at "
             f"{self.limits['matmul_tflops'] / self.limits['read_tbs']:.0f}."
         )
         return figure, text
