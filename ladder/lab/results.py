@@ -13,7 +13,13 @@ from importlib import metadata
 from pathlib import Path
 
 SCHEMA = 1
-FOLDER = Path(__file__).resolve().parents[2] / "notebooks" / "results"
+FOLDER = Path(os.environ.get("LADDER_RESULTS") or Path(__file__).resolve().parents[2] / "notebooks" / "results")
+
+
+class NotRecorded(LookupError):
+    """A row or a file of results that is not there; the message says in a sentence which, and how it is recorded."""
+
+
 
 
 def machine(device="cpu"):
@@ -329,11 +335,18 @@ def select(doc, impl=None, **case):
 
 
 def one(doc, impl, **case):
-    """The single row that matches; LookupError says how many did."""
+    """The single row that matches. NotRecorded: there is none. LookupError: there are several."""
     found = select(doc, impl, **case)
-    if len(found) != 1:
+    if len(found) > 1:
         raise LookupError(f"{len(found)} rows of {impl} match {case}; want one")
-    return found[0]
+    return wanted(found, doc, f"{impl} with {', '.join(f'{name} {value}' for name, value in case.items())}")[0]
+
+
+def wanted(found, doc, what):
+    """``found``, which is not empty and not None; else NotRecorded says that ``what`` is missing in ``doc``."""
+    if not found:
+        raise NotRecorded(f"Not recorded: {what}. `{doc['command']}` records it.")
+    return found
 
 
 def caption(doc, rows=None):

@@ -158,6 +158,8 @@ def test_tables_without_a_record(monkeypatch, tmp_path):
     monkeypatch.setattr(results, "FOLDER", tmp_path)
     for name in ("layer_table", "moves_table", "loss_table", "parity_table", "engine_table", "four_way_table"):
         assert multi_gpu.COMMAND in getattr(multi_gpu, name)().data
+    ways = {"neither": 1.0, "kernel": 1.3, "scheduler": 1.2, "both": 1.6}
+    assert repr(multi_gpu.four_way_picture(ways, "8 GPUs", "recorded")).endswith("in 1 panels")
     doc = {"rows": [], "failures": [{"part": "engine", "error": "RankLost: silent"}]}
     assert "RankLost: silent" in multi_gpu.engine_table(doc).data
 

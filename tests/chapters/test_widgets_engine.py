@@ -281,6 +281,8 @@ def test_missing_records_are_said_in_words(monkeypatch, tmp_path):
         assert "Not recorded yet" in show().data and "ladder.engine bench" in show().data
         assert "Not recorded yet" in show(document([row(OURS, model="another", ttft_ms=1.0)])).data, "a file without these rows"
     assert "ladder.engine quality" in end_to_end.quality_table().data
+    assert "ladder.engine quality" in end_to_end.quality_readings().data
+    assert "Not recorded yet" in end_to_end.latency_table().data
 
 
 def test_our_table_stands_beside_the_articles():
@@ -316,6 +318,14 @@ def test_memory_and_quality_tables_follow_their_rows():
         for p, b, v in (("exact", 1.1, 1.0), ("sliding 256", 1.25, 0.12))
     ]  # fmt: skip
     assert "| sliding 256 | 1.2500 | +0.1500 | 12 % |" in end_to_end.quality_table(document(quality)).data
+
+
+def test_what_windows_and_fused_launches_are_said_to_do():
+    said = end_to_end.quality_readings().data
+    assert "- Better than exact attention: sliding 1024 (" in said and "at 1,024 tokens" in said
+    assert sum(end_to_end.training_lengths().values()) == pytest.approx(1)
+    table = end_to_end.latency_table().data
+    assert "Amdahl's limit" in table and "| control, 512 tokens" in table and "recorded on NVIDIA H200" in table
 
 
 def test_the_articles_table_agrees_with_itself():

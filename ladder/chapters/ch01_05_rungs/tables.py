@@ -303,7 +303,7 @@ def speed_bars(doc, upto, problem, *, with_peers=False, note="", title=""):
         (f"{r.number:02d} {r.title}", ms(doc, r.name, problem), plots.RUNG_COLOURS[r.number])
         for r in RUNGS[:upto] if rows(doc, r.name, problem)
     ]  # fmt: skip
-    highlight = entries[-1][0]
+    highlight = results.wanted(entries, doc, f"times on {problem.label()}")[-1][0]
     if with_peers:
         for row in rows(doc, None, problem):
             if not row["impl"].startswith("step"):
@@ -328,7 +328,8 @@ def against_peers(doc, impl, problems):
     for name, problem in problems.items():
         speeds = {row["impl"]: row["tflops"] for row in rows(doc, None, problem)}
         cells = [f"{speeds[p]:.0f}" if p in speeds else "-" for p in peers]
-        lines.append(f"| {name} | **{speeds[impl]:.0f}** | {' | '.join(cells)} |")
+        ours = f"**{speeds[impl]:.0f}**" if impl in speeds else "-"
+        lines.append(f"| {name} | {ours} | {' | '.join(cells)} |")
     lines.append(f"\n*TFLOP/s, {results.caption(doc)}.*")
     return Markdown("\n".join(lines))
 
@@ -375,7 +376,8 @@ def recorded_memory(doc, upto):
         }
         lengths = sorted(found)
         curves.append((f"{rung.number:02d} {rung.title}", lengths, [found[s] for s in lengths], rung.number))
-    longest = max(curves[0][1]), max(max(c[1]) for c in curves)
+    longest = [max(results.wanted(c[1], doc, f"peak memory of {c[0]}")) for c in curves]
+    longest = longest[0], max(longest)
     note = f"One sequence, 16 heads of 128, bf16; {results.caption(doc)}."
     if longest[0] < longest[1]:
         note += (

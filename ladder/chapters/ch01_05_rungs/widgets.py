@@ -441,7 +441,7 @@ class LaunchExplorer(Explorer):
     def __init__(self, doc):
         super().__init__()
         self.doc = doc
-        cases = [row["case"] for row in doc["rows"]]
+        cases = [row["case"] for row in results.wanted(doc["rows"], doc, "any setting of the kernel")]
 
         def values(name):
             return sorted({c[name] for c in cases})

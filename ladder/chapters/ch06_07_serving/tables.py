@@ -57,6 +57,11 @@ def row(doc, impl, problem):
     return found[0] if found else None
 
 
+def one(doc, impl, problem):
+    """The recorded row of an implementation on a problem; results.NotRecorded where there is none."""
+    return results.wanted(row(doc, impl, problem), doc, f"{impl} on {problem.label()}")
+
+
 def us(entry):
     """Microseconds of a row as a reader says them."""
     time = 1e3 * entry["ms"]["median"]
@@ -112,7 +117,7 @@ def speed_bars(doc, upto, name, note="", title=""):
             entries.append(
                 (f"{rung.number:02d} {rung.title}", 1e3 * entry["ms"]["median"], plots.RUNG_COLOURS[rung.number])
             )
-    highlight = entries[-1][0]
+    highlight = results.wanted(entries, doc, f"decode of {name}")[-1][0]
     for peer, entry in peers_of(doc, problem).items():
         entries.append((f"{implementation_title(peer)}, no pages", 1e3 * entry["ms"]["median"], plots.PALE))
     entries.append(("K and V at the read limit", problem.kv_bytes / doc["limits"]["read_tbs"] / 1e6, plots.PAPER))
@@ -320,7 +325,8 @@ def prefill_ratios(doc):
     for entry in results.select(doc, mode="prefill"):
         if "ms" in entry and entry["impl"] in ("step05_fused", RECORD):
             pairs.setdefault(tuple(entry["case"].items()), {})[entry["impl"]] = entry["ms"]["median"]
-    return [p["step05_fused"] / p[RECORD] for p in pairs.values() if len(p) == 2]
+    ratios = [p["step05_fused"] / p[RECORD] for p in pairs.values() if len(p) == 2]
+    return results.wanted(ratios, doc, "prefill by steps 05 and 07")
 
 
 def mla(doc):
@@ -366,6 +372,7 @@ def chunked(doc):
 def memory_bars(doc):
     """Recorded peak memory of a dense 32k prefill, every rung, as a Picture."""
     entries = [e for e in results.select(doc, mode="prefill") if "peak_bytes" in e]
+    results.wanted(entries, doc, "peak memory of a prefill")
     bars = []
     for rung in RUNGS[:7]:
         for entry in entries:

@@ -275,6 +275,7 @@ def variants_picture(doc=None, case=None):
     if doc is None:
         return missing("step08_variants")
     chains = [chain for chain in variant_chains(doc) if case is None or chain[0] == case]
+    results.wanted(chains, doc, "any variant of the kernel")
     chosen, chain, _ = max(chains, key=lambda c: (sum(before is not None for _, before, _ in c[1]), c[0]["Sq"]))
     entries = [
         (e["impl"], predicted, before["ms"]["median"] / e["ms"]["median"]) for e, before, predicted in chain if before

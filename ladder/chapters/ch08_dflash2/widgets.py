@@ -249,6 +249,7 @@ class PrefillRoofline(Explorer):
             if "ms" in row and "sweep" not in row["impl"] and row["case"].get("dtype") == "bfloat16":
                 problem = self.problem(row["case"])
                 cases.setdefault(problem.label().removesuffix(" bfloat16"), row["case"])
+        results.wanted(cases, doc, "any prefill")
         longest = max(cases.items(), key=lambda item: (item[1]["Sq"], item[1]["causal"], item[1]["D"] == 128))[1]
         self.case = choice("problem", list(cases.items()), longest)
         self.peers = ipw.Checkbox(

@@ -80,8 +80,8 @@ def forecast(
             cells = " | ".join(f"{end_to_end(s, gain):.2f} x" for s in shares)
             lines.append(f"| {plots.tokens(seqlen)} tokens | **{gain:.2f} x** | {cells} |")
     lines.append(
-        f"\n*The first factor is {results.caption(doc)}; the others follow from it. Kernel alone; a server adds "
-        f"everything else.*"
+        f"\n*The first factor is {results.caption(doc)}; the others follow from it. It is the gain of the kernel "
+        f"alone, without the rest of a server.*"
     )
     return Markdown("\n".join(lines))
 
@@ -214,9 +214,8 @@ def shares_picture(names=("fused", "eager", "eager_named")):
     axes.legend(loc="upper center", bbox_to_anchor=(0.45, 1.3), ncol=2)
     plots.caption(
         figure,
-        f"Measured on this CPU: tiny-moe, one prompt of {TOKENS} tokens. Look at the middle bar: the same work as "
-        f"below it, and nothing is found, "
-        "because nothing is named. Dashed: the threshold of 30 %.",
+        f"Measured on this CPU: tiny-moe, one prompt of {TOKENS} tokens. Look at the middle bar: it is the same "
+        "work as the bar below it, but no operator has a name that counts as attention. Dashed: the threshold of 30 %.",
     )
     return plots.Picture(figure, f"shares of attention of {len(names)} batches")
 
@@ -293,8 +292,8 @@ def memory_over_time(seqlen=2048):
     axes.set_title("A spike for each call")
     plots.caption(
         figure,
-        f"8 heads, {seqlen} tokens, this CPU. Look at the shape: spikes are temporary buffers, and what they take at "
-        f"their tip no request can have. A tile fits into what the process holds anyway.",
+        f"8 heads, {seqlen} tokens, this CPU. Look at the shape: a spike is a temporary buffer, and the KV pool "
+        "cannot have its memory. The tiles of rung 03 fit into memory that the process holds anyway.",
     )
     return plots.Picture(figure, "memory over time of rungs 01 and 03")
 

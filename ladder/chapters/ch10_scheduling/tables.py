@@ -78,8 +78,8 @@ def layer_table(doc=None):
         ])  # fmt: skip
     text = (
         f"{found[0]['case']['layers']} layers of 64 experts, top 6, at V2-Lite's widths on GPUs. Planning is the "
-        "exchange of counts over the host and the plan itself; exchange includes it, and waiting for the other "
-        "rank; both are those of the slowest rank. Routing is generated."
+        "exchange of counts over the CPU and the computation of the plan. The exchange includes planning and the wait "
+        "for the other rank. Both are times of the slowest rank. Routing is generated."
     )
     return table(doc, head, lines, text, found)
 
@@ -101,8 +101,8 @@ def moves_table(doc=None):
         lines.append([f"{kind}, {r['case']['routing']}", r["copies"], most, rate, balance])
     head = "<what moves | copies | bytes to the busiest GPU | ms | GB/s | predicted, ms | balancedness"
     text = (
-        "Weights of experts in 16 bits, layer by layer while nobody is served; the prediction is the data sheet's "
-        "rate of one direction."
+        "Weights of experts in 16 bits, moved layer by layer while no request is served; the prediction is the data "
+        "sheet's rate of one direction."
     )
     return table(doc, head, lines, text, link + moved)
 
@@ -122,9 +122,9 @@ def loss_table(doc=None):
     ]  # fmt: skip
     head = (
         "noticed after, s | serving again after, s | copies fetched, from storage | requests started again | "
-        "finished | <outputs of an undisturbed run"
+        "finished | <outputs as in an undisturbed run"
     )
-    text = "One of the ranks is killed in the middle of a step; the control runs over gloo, rows over NCCL on GPUs."
+    text = "One of the ranks is killed in the middle of a step; control messages travel over gloo, rows over NCCL."
     return table(doc, head, lines, text, found)
 
 
@@ -142,7 +142,7 @@ def parity_table(doc=None):
     ]  # fmt: skip
     text = (
         f"{found[0]['case']['layers']} layers, random weights; distance is the norm of the difference over the norm."
-        " In 16 bits sums in another order choose another expert now and then. Same tokens: of 3 prompts, 4 each."
+        " In 16 bits a sum in another order sometimes leads to another expert. Same tokens: of 4 for each of 3 prompts."
     )
     head = "<backend | <experts | distance of the logits | same greedy tokens | <"
     return table(doc, head, lines, text, found, True)
