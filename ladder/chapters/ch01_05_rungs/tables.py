@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 from IPython.display import Markdown
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ladder.chapters import plots
 from ladder.lab import memory, results
@@ -162,6 +163,137 @@ def speed(doc, upto, problems=None):
             )
             last = time
     lines.append(f"\n*{results.caption(doc)}; times are medians.*")
+    return Markdown("\n".join(lines))
+
+
+# ---------------------------------------------------------------- two recorded times that want an explanation
+
+
+FLOAT32_TFLOPS = 67  # ordinary float32 of an H200 (SXM) by NVIDIA's data sheet: no tensor core
+
+
+def naive_kernel_bytes(problem):
+    """Bytes of one call of rung 01 counted by kernel: ``masked_fill`` copies the scores, then fills the copy in place.
+
+    ``step01_naive.bytes_moved`` counts it as one operation, which loads the scores and stores the result. Here the copy
+    is loaded and stored once more, and each head loads the mask, a byte for each pair.
+    """
+    moved = find(1).bytes_moved(problem)
+    pairs = problem.B * problem.Hq * problem.Sq * problem.Sk
+    return moved + (pairs * (2 * problem.itemsize + 1) if problem.causal else 0)
+
+
+def masking(doc, lengths=(1024, 4096, 16384, 32768)):
+    """Recorded times of rung 01 with and without the causal mask, beside the ratio of bytes, as a Markdown table."""
+    lines = [
+        "| problem | dense | causal | ratio of times | ratio of bytes, by operation | ratio of bytes, by kernel |",
+        "|:--|--:|--:|--:|--:|--:|",
+    ]
+    for length in lengths:
+        dense, causal = plain(length), plain(length, True)
+        if not (rows(doc, "step01_naive", dense) and rows(doc, "step01_naive", causal)):
+            continue
+        times = [ms(doc, "step01_naive", problem) for problem in (dense, causal)]
+        by_operation, by_kernel = (count(causal) / count(dense) for count in (find(1).bytes_moved, naive_kernel_bytes))
+        batch = f"{dense.B} x " if dense.B > 1 else ""
+        lines.append(
+            f"| {batch}{plots.tokens(length)} tokens | {times[0]:.3g} ms | {times[1]:.3g} ms "
+            f"| **{times[1] / times[0]:.1f}** | {by_operation:.1f} | {by_kernel:.1f} |"
+        )
+    lines.append(f"\n*Times {results.caption(doc)}; bytes counted from the algorithm.*")
+    return Markdown("\n".join(lines))
+
+
+class _Products(TorchDispatchMode):
+    """Collects the dtypes of the operands of every matrix product under it."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name in ("aten::mm", "aten::bmm"):
+            self.dtypes |= {x.dtype for x in args[:2]}
+        return func(*args, **(kwargs or {}))
+
+
+def product_dtypes(attention, *inputs):
+    """The dtypes that ``attention(*inputs)`` multiplies, as text: what its matrix products got while it ran."""
+    with _Products() as seen:
+        attention(*inputs)
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in seen.dtypes))
+
+
+def tiled_causes(doc):
+    """Estimated milliseconds of what rung 02 spends on 16k tokens, dense: its float32 products and its bytes.
+
+    The difference between rungs 02 and 03 is one product and a few bytes, so that it gives the time of one product.
+    """
+    problem, limits = plain(16384), doc["limits"]
+    naive, two, three = (ms(doc, find(n).name, problem) for n in (1, 2, 3))
+    spared = (find(2).bytes_moved(problem) - find(3).bytes_moved(problem)) / limits["read_tbs"] / 1e9
+    product = problem.flops / 2  # of the two that count as useful
+    one = two - three - spared
+    fast = 3 * product / limits["matmul_tflops"] / 1e9
+    return {
+        "total": two,
+        "naive": naive,
+        "products, data sheet": 3 * product / FLOAT32_TFLOPS / 1e9,
+        "products, from 02 and 03": 3 * one,
+        "float32 TFLOP/s": product / one / 1e9,
+        "products, 16 bits": fast,
+        "bytes": find(2).bytes_moved(problem) / limits["read_tbs"] / 1e9,
+        "bytes of 01": find(1).bytes_moved(problem) / limits["read_tbs"] / 1e9,
+        "with 16-bit products": two - 3 * one + fast,
+    }
+
+
+def tiled_costs(doc):
+    """What the time of rung 02 consists of, estimated from the record, as Markdown: a table and what follows."""
+    c = tiled_causes(doc)
+    share = 100 * c["products, from 02 and 03"] / c["total"]
+    rest = c["total"] - c["products, from 02 and 03"] - c["bytes"]
+    lines = [
+        "| part of rung 02's time, 16k tokens, dense | how it is estimated | ms |",
+        "|:--|:--|--:|",
+        f"| three float32 products | data sheet, {FLOAT32_TFLOPS} TFLOP/s: a lower bound "
+        f"| {c['products, data sheet']:.0f} |",
+        f"| three float32 products | rung 02 minus rung 03 is one product: {c['float32 TFLOP/s']:.0f} TFLOP/s "
+        f"| **{c['products, from 02 and 03']:.0f}** |",
+        f"| its bytes | at the reading limit; products hide a part of theirs | **{c['bytes']:.0f}** |",
+        f"| the rest | passes over memory that stay below the limit | {rest:.0f} |",
+        f"| all | measured | {c['total']:.0f} |",
+        "",
+        f"So the float32 products take about **{share:.0f} %** of the {c['total']:.0f} ms, and moving bytes takes most "
+        f"of the rest. Products of 16-bit operands would take {c['products, 16 bits']:.0f} ms at the tensor cores' "
+        f"limit. Rung 02 would then need about {c['with 16-bit products']:.0f} ms, still "
+        f"**{c['with 16-bit products'] / c['naive']:.1f} times** the {c['naive']:.1f} ms of rung 01. That is close to "
+        f"the ratio of the bytes that the two rungs move, {c['bytes'] / c['bytes of 01']:.1f}.",
+        f"\n*Estimated from times and limits {results.caption(doc)}.*",
+    ]
+    return Markdown("\n".join(lines))
+
+
+def sixteen_bit(doc):
+    """Recorded times of rung 02 with 16-bit products beside rungs 01 and 02, as Markdown; a sentence without them."""
+    from .variants import NAME
+
+    cases = [(n, p) for n, p in list(CASES.items())[:2] if rows(doc, NAME, p)]
+    if not cases:
+        return Markdown(
+            "This variant is not recorded yet: the record of the H200 has no row for it, so that the estimate above is "
+            "all that this page can show."
+        )
+    lines = ["| problem | 01 Naive | 02 Tiled | 02 with 16-bit products |", "|:--|--:|--:|--:|"]
+    said = []
+    for name, problem in cases:
+        naive, tiled, variant = (ms(doc, impl, problem) for impl in ("step01_naive", "step02_tiled", NAME))
+        lines.append(f"| {name} | {naive:.3g} ms | {tiled:.3g} ms | **{variant:.3g} ms** |")
+        said.append(
+            f"On {name}, the float32 products cost {tiled - variant:.0f} of {tiled:.0f} ms; with 16-bit products the "
+            f"tiled rung takes {variant / naive:.1f} times as long as rung 01."
+        )
+    lines += ["", " ".join(said), f"\n*{results.caption(doc)}; times are medians.*"]
     return Markdown("\n".join(lines))
 
 

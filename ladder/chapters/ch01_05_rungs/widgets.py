@@ -289,7 +289,7 @@ class NaiveCostExplorer(Explorer):
         )
         text = (
             f"Score matrix {plots.size(c['matrix'])}; moved in all {plots.size(c['moved'])}; inputs and output "
-            f"{plots.size(c['inputs'])}; {c['flops'] / c['moved']:.0f} FLOPs a byte where the machine balances at "
+            f"{plots.size(c['inputs'])}; {c['flops'] / c['moved']:.0f} FLOPs per byte; the machine's ridge is at "
             f"{self.limits['matmul_tflops'] / self.limits['read_tbs']:.0f}."
         )
         return figure, text
@@ -380,7 +380,7 @@ class ModelMemoryExplorer(Explorer):
         self.layout_ = choice("attention", ["MHA", "GQA, 8 KV heads", "MLA latent"], "MLA latent")
         self.context = choice("context", [(plots.tokens(1 << n), 1 << n) for n in range(12, 18)], 1 << 15)
         self.requests = slider("requests at once", 64, 1, 256)
-        self.gpu = choice("GPU", [("A100 or H100, 80 GB", 80e9), ("H200, 141 GB", 141e9)])
+        self.gpu = choice("GPU", [("H200, 141 GB", 141e9), ("A100 or H100, 80 GB", 80e9)])
         self.start([self.weights, self.layout_, self.gpu], [self.context, self.requests])
 
     @classmethod
