@@ -375,17 +375,9 @@ def _dispatch(record, traces):
     from .launch import run_ranks
 
     settings = dict(
-        dim=256,
-        hidden=128,
-        experts=64,
-        top_k=6,
-        layers=4,
-        tokens=128,
-        steps=3,
-        slots_per_gpu=None,
-        trace=None,
+        dim=256, hidden=128, experts=64, top_k=6, layers=4, tokens=128, steps=3, slots_per_gpu=None, trace=None,
         timeout_s=60,
-    )
+    )  # fmt: skip
     for ranks in (1, 2, 4, 7):
         report = run_ranks(layer_rank, ranks, settings, timeout_s=300)[0]
         add = partial(

@@ -25,8 +25,8 @@ WIDTHS = {"small": (256, 128), "v2-lite": (2048, 1408)}
 
 
 def layer_demo(settings):
-    """One rank's part of `run`, in the process group that torchrun announced (or alone); report on rank 0,
-    else None."""
+    """One rank's part of `run`, in the process group that torchrun
+    announced (or alone); report on rank 0, else None."""
     if "RANK" in os.environ and not dist.is_initialized():
         prepare()
         cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -218,8 +218,8 @@ def all_to_all(rows, send, receive, group, out=None):
 
 
 def dispatch(x, topk_ids, plan, group=None):
-    """Send the rows of x (tokens, dim) to the slots of `plan`; returns the rows for this rank, grouped by
-    local slot."""
+    """Send the rows of x (tokens, dim) to the slots of `plan`; returns
+    the rows for this rank, grouped by local slot."""
     pair = torch.from_numpy(plan.order).to(x.device)
     rows = x.index_select(0, pair // topk_ids.shape[1])
     received = all_to_all(rows, plan.traffic[plan.rank].tolist(), plan.traffic[:, plan.rank].tolist(), group)
@@ -286,8 +286,8 @@ def _finish(x):
 
 
 def migrate(experts, moves, placement, *, group=None):
-    """Carry out `moves` (list of `Move`, slots numbered in `placement`): fetch copies from their ranks, or
-    from storage.
+    """Carry out `moves` (list of `Move`, slots numbered in
+    `placement`): fetch copies from their ranks, or from storage.
 
     Layer by layer, so that memory for one layer's copies is enough. All copies arrive in a buffer before any slot of
     that layer is overwritten, since the moves are simultaneous. Collective; returns the bytes this rank received.

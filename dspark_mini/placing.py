@@ -306,8 +306,8 @@ def _distinct(rows, load):
 
 
 def _next_duplicate(rows):
-    """(gpu, slot) of the first copy that shares its GPU with another copy of its expert, while a GPU lacks
-    that expert."""
+    """(gpu, slot) of the first copy that shares its GPU with another
+    copy of its expert, while a GPU lacks that expert."""
     before = np.tri(rows.shape[1], k=-1, dtype=bool)
     again = ((rows[:, :, None] == rows[:, None, :]) & before).any(axis=2) & (rows >= 0)
     for gpu, slot in np.argwhere(again):

@@ -14,8 +14,8 @@ token_s_w once. The step takes as long as its busiest worker, so the plan minimi
 
 and, among equals, the total. This is scheduling on unrelated machines, NP-hard.
 
-A list schedule is always made (`list_schedule.py`), and a small problem is solved exactly on top of it
-(`recurrence.py`).
+A list schedule is always made (`list_schedule.py`), and a small
+problem is solved exactly on top of it (`recurrence.py`).
 """
 
 from __future__ import annotations

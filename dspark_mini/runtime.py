@@ -88,8 +88,8 @@ class Options:
     """How to run: expert slots per GPU and layer, tokens per rank and step, when to rebalance, and how long
     to wait. `device` "cuda" gives rank r the GPU r, with counts over gloo and rows over NCCL.
 
-    `faults` maps a rank to (step, layer, "kill", "freeze" or "nap"): it does that to itself there. For tests
-    and demonstrations.
+    `faults` maps a rank to (step, layer, "kill", "freeze" or "nap"):
+    it does that to itself there. For tests and demonstrations.
     """
 
     slots_per_gpu: int | None = None

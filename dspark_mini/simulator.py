@@ -237,8 +237,8 @@ def _attention_s(load, owner, model, gpu, gpus, speedup):
 
 
 def _experts_s(rows, active, own_tokens, model, gpu):
-    """(gpus,) seconds of one layer's experts: `rows` tokens over `active` experts, and the shared ones for
-    own tokens."""
+    """(gpus,) seconds of one layer's experts: `rows` tokens over
+    `active` experts, and the shared ones for own tokens."""
     flops = 2.0 * model.expert_params * (rows + model.shared * own_tokens)
     weights = model.expert_params * model.bytes_per_weight * (active + model.shared * (own_tokens > 0))
     return _roofline(flops, weights, gpu)

@@ -1,9 +1,9 @@
 """Measure step 08's fusion on a GPU: ``python -m ladder.bench fusion --json FILE``.
 
-Each fused call beside the chain of PyTorch operations that it replaces, as a model's code writes it: device launches,
-bytes moved, microseconds in a CUDA graph with L2 filled with other data before, and errors against float64.
-``one_launch`` and ``two_launches`` are the two ways that the call chooses between; ``step08_dflash2`` is what it
-chooses.
+Each fused call beside the chain of PyTorch operations that it replaces, as a model's
+code writes it: device launches, bytes moved, microseconds in a CUDA graph with L2 filled
+with other data before, and errors against float64. ``one_launch`` and ``two_launches``
+are the two ways that the call chooses between; ``step08_dflash2`` is what it chooses.
 """
 
 import functools
@@ -352,8 +352,8 @@ class Judge:
 
 
 def case_work(case, device, peers):
-    """Every way to compute one case: PyTorch's chain, what the call chooses, and each of the two that it chooses
-    between."""
+    """Every way to compute one case: PyTorch's chain, what the call
+    chooses, and each of the two that it chooses between."""
     args, options = case.make(device)
     workspace = DecodeWorkspace(device)
     # The chain's bytes do not depend on what the tensors hold nor where they are.

@@ -41,8 +41,8 @@ class Work:
         outs: the buffers that an implementation writes into; they are poisoned before it is checked.
         flops, num_bytes: of the case; or {implementation: number} where they differ.
         graph: time a replay from a CUDA graph; ``eager`` also records the time of plain launches.
-        suffix: what its rows add to the cell's name. extra: fields of every row. about(name, fn): fields of one
-        implementation's row.
+        suffix: what its rows add to the cell's name. extra: fields of
+        every row. about(name, fn): fields of one implementation's row.
     """
 
     case: dict

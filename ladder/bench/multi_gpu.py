@@ -56,8 +56,8 @@ def router_bias(rates, logit_std, top_k, *, tokens=4096, rounds=200, device="cpu
         logit_std: standard deviation of a random router's logits. top_k: experts of a token.
 
     Returns:
-        (layers, experts) float32 on the CPU, found by raising the bias of experts that are chosen too seldom on random
-        logits.
+        (layers, experts) float32 on the CPU, found by raising the bias
+        of experts that are chosen too seldom on random logits.
     """
     rates = torch.as_tensor(np.asarray(rates, dtype=np.float32), device=device)
     rates = rates / rates.sum(dim=1, keepdim=True)
@@ -74,8 +74,8 @@ def router_bias(rates, logit_std, top_k, *, tokens=4096, rounds=200, device="cpu
 
 
 def kernel_speeds():
-    """{backend: (prefill, decode)}: speed of attention alone as the simulator counts it, 3 is the roofline, from
-    recorded files.
+    """{backend: (prefill, decode)}: speed of attention alone as the
+    simulator counts it, 3 is the roofline, from recorded files.
 
     Prefill from step 08's TFLOP/s on 192/128 heads at 4k and its mean gain over step 07; decode from MLA with 16 heads.
     """
@@ -155,8 +155,8 @@ def served_heads(device):
 
 
 def serve_rank(rank, num_ranks, port, device, parts, path, seconds):
-    """Entry point of a rank: the parts of the engine, one job after the other. Rank 0 appends rows to the file
-    ``path``."""
+    """Entry point of a rank: the parts of the engine, one job after
+    the other. Rank 0 appends rows to the file ``path``."""
     import torch.distributed as dist
 
     from dspark_mini.launch import connect
@@ -292,8 +292,8 @@ def engine_jobs(part, device):
 
 
 def four_way_jobs(part, device):
-    """Throughput of {neither, kernel, scheduler, both} under each skew; what is placed for is counted on the running
-    engine."""
+    """Throughput of {neither, kernel, scheduler, both} under each
+    skew; what is placed for is counted on the running engine."""
     from dspark_mini import baselines, bundled_trace, place, split_batch
     from ladder.engine import bench, parallel
 
@@ -344,8 +344,8 @@ def four_way_jobs(part, device):
 
 
 def count_routing(spec, backend, shape, device, options):
-    """(MoE layers, experts) int64: choices of experts in the prompts of the benchmark, counted on the running
-    engine."""
+    """(MoE layers, experts) int64: choices of experts in the prompts
+    of the benchmark, counted on the running engine."""
     from ladder.engine import bench
     from ladder.engine.engine import Engine
     from ladder.engine.sampling import SamplingParams
@@ -543,8 +543,8 @@ def earlier_document(path, device):
 
 
 def kept_rows(old, measured):
-    """Rows of an earlier document of parts that have no new ones, and what is to be said of them: where they come
-    from."""
+    """Rows of an earlier document of parts that have no new ones, and
+    what is to be said of them: where they come from."""
     kept = [r for r in old["rows"] if r["case"]["part"] not in measured] if old else []
     if not kept:
         return [], {}

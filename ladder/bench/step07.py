@@ -369,8 +369,8 @@ def run_memory(bench):
 
 
 def run_promises(bench):
-    """What a table of speeds does not show: graphs replayed at other lengths, the same bits, rows that ignore their
-    mates."""
+    """What a table of speeds does not show: graphs replayed at other
+    lengths, the same bits, rows that ignore their mates."""
     from ladder import step06_paged, step07_dflash1
     from ladder.step07_dflash1 import paged_decode
 

@@ -1,5 +1,5 @@
-"""Measure rung 08 beside its peers on a GPU: ``python -m ladder.bench step08 --json FILE [--only prefill,decode]
-[--cells REGEX]``.
+"""Measure rung 08 beside its peers on a GPU: ``python -m ladder.bench
+step08 --json FILE [--only prefill,decode] [--cells REGEX]``.
 
 Every cell of step 08's targets: prefill at three head sizes and four head layouts, paged decode, MLA decode, range
 windows, chunked prefill, memory and the first call.
@@ -271,8 +271,8 @@ def visible_pairs(ranges, S):
 
 
 def fa3_window(q, k, v, window):
-    """FlashAttention-3 with the ``window`` newest keys of each query; it counts those to the left of the query's
-    own."""
+    """FlashAttention-3 with the ``window`` newest keys of each query;
+    it counts those to the left of the query's own."""
     return functools.partial(fa3_function(causal=True, window_size=(window - 1, 0)), q, k, v)
 
 
@@ -401,8 +401,8 @@ def run_first_call(bench):
 
 
 def ratio_summary(rows, peer="fa3"):
-    """[(what, number of cases, geometric mean, smallest, where)]: speed over ``peer`` by head size, mask, layout and
-    length."""
+    """[(what, number of cases, geometric mean, smallest, where)]:
+    speed over ``peer`` by head size, mask, layout and length."""
     found = [(impls[OURS], ratio) for impls in by_cell(rows, "prefill") if (ratio := faster(impls, peer)) is not None]
     kinds = {
         "all prefill": lambda c: "all",

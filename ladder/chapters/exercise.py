@@ -22,8 +22,8 @@ class NotYet(AssertionError):
 
 @dataclass(frozen=True)
 class Exercise:
-    """``visible(answer)`` and ``strict(answer)`` raise NotYet; ``solution`` is "module:function" of one right
-    answer."""
+    """``visible(answer)`` and ``strict(answer)`` raise NotYet;
+    ``solution`` is "module:function" of one right answer."""
 
     name: str
     title: str

@@ -1,5 +1,5 @@
-"""Tables as Markdown: what a notebook displays where IPython is installed, and plain text for programs where it is
-not."""
+"""Tables as Markdown: what a notebook displays where IPython is
+installed, and plain text for programs where it is not."""
 
 try:
     from IPython.display import Markdown

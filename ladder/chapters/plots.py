@@ -166,8 +166,8 @@ def _slope(axes, figure):
 
 @styled
 def bars(entries, *, unit, title="", note="", log=False, highlight=None):
-    """Horizontal bars with their values. entries: (label, value, colour) each; ``highlight`` names the one to look
-    at."""
+    """Horizontal bars with their values. entries: (label, value,
+    colour) each; ``highlight`` names the one to look at."""
     figure, axes = canvas(1.15 + 0.34 * len(entries))
     labels, values, colours = zip(*entries)
     position = np.arange(len(entries))[::-1]
@@ -248,8 +248,8 @@ KINDS = {"whole": dict(facecolor=SKY), "cut": dict(facecolor=ORANGE, hatch="///"
 
 
 def tile_kind(q0, q1, k0, k1, offset, causal):
-    """What rows q0..q1 see of keys k0..k1: "whole", "cut" or "skipped"; row i sees keys up to i + offset when
-    causal."""
+    """What rows q0..q1 see of keys k0..k1: "whole", "cut" or
+    "skipped"; row i sees keys up to i + offset when causal."""
     if not causal or k1 - 1 <= q0 + offset:
         return "whole"
     return "cut" if k0 <= q1 - 1 + offset else "skipped"

@@ -66,8 +66,8 @@ def ladder_table(doc):
 
 
 def _row_of_its_own_record(lines):
-    """Put the last rung behind the others in a table that was recorded before it; says in a sentence where its numbers
-    come from."""
+    """Put the last rung behind the others in a table that was recorded
+    before it; says in a sentence where its numbers come from."""
     from ladder.lab.problem import AttentionProblem
 
     doc = results.load(LAST_RUNG)
@@ -157,8 +157,8 @@ def _timed(doc, *modes):
 
 
 def dflash2_table(doc):
-    """Step 08 beside its peers: prefill in TFLOP/s and as a multiple of FlashAttention-3, decode in TB/s against the
-    best peer."""
+    """Step 08 beside its peers: prefill in TFLOP/s and as a multiple
+    of FlashAttention-3, decode in TB/s against the best peer."""
     lengths = [f"{n // 1024}k" for n in LENGTHS]
     prefill, ratios = {}, []
     for impls in by_cell(doc["rows"], "prefill"):
@@ -214,8 +214,8 @@ def engine_table(doc):
 
 
 def multi_gpu_table(doc):
-    """Two GPUs: tensor parallel serving and the four ways, beside the simulator's predictions, as chapters 10 and 11
-    show them."""
+    """Two GPUs: tensor parallel serving and the four ways, beside the
+    simulator's predictions, as chapters 10 and 11 show them."""
     from .ch10_scheduling import tables as multi_gpu
 
     rows = multi_gpu.rows(doc, "engine") + multi_gpu.rows(doc, "four_way")
@@ -271,8 +271,8 @@ def _time_bars(axes, doc):
 
 
 def _memory_lines(axes, doc):
-    """Peak bytes of a dense call on one sequence, by length; where one length was measured, bars. Gives the rows it
-    shows."""
+    """Peak bytes of a dense call on one sequence, by length; where one
+    length was measured, bars. Gives the rows it shows."""
     rungs = in_order(r for r in doc["rows"] if r["impl"].startswith("step") and "peak_bytes" in r)
     series, shown = {}, {}
     for row in rungs:

@@ -1,8 +1,8 @@
 """Run the chapters and keep what they print: ``python -m ladder.chapters.run [notebooks/03_online_softmax.ipynb ...]``.
 
 Each notebook runs from top to bottom in a fresh kernel and is written back in place, in the form in which it is
-committed: execution counts in order, no timestamps, no widget state, no local paths; an explorer keeps its still
-picture.
+committed: execution counts in order, no timestamps, no widget state,
+no local paths; an explorer keeps its still picture.
 """
 
 import argparse

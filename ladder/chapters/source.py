@@ -193,8 +193,8 @@ class RungDiff(Explorer):
 
 
 def _functions(file):
-    """{name: (docstring, source, file)} of the functions in a file of step 08: read, not imported, so that no GPU is
-    needed."""
+    """{name: (docstring, source, file)} of the functions in a file of
+    step 08: read, not imported, so that no GPU is needed."""
     import ast
 
     path = Path(__file__).resolve().parents[1] / OURS / file

@@ -115,8 +115,8 @@ def build_parser():
 
 
 def parse_args(argv=None):
-    """The arguments of a command; what argparse cannot tell from one option alone is refused here, naming the
-    option."""
+    """The arguments of a command; what argparse cannot tell from one
+    option alone is refused here, naming the option."""
     parser = build_parser()
     args = parser.parse_args(argv)
     several = parallel.ranks() > 1
@@ -177,8 +177,8 @@ def _check_bench(parser, args, several):
 
 
 class Progress:
-    """A progress bar on standard error while something long runs; silent where that is no terminal, and on ranks but
-    the first."""
+    """A progress bar on standard error while something long runs;
+    silent where that is no terminal, and on ranks but the first."""
 
     def __init__(self, text):
         from rich.console import Console

@@ -36,8 +36,8 @@ class Backend:
         return None
 
     def varlen(self, q, k, v, batch, scale):
-        """Causal attention, aligned to the bottom right, of packed q (T, Hq, D) over k (total_k, Hkv, D) and v: (T, Hq,
-        Dv)."""
+        """Causal attention, aligned to the bottom right, of packed q
+        (T, Hq, D) over k (total_k, Hkv, D) and v: (T, Hq, Dv)."""
         raise NotImplementedError
 
     def prefill(self, q, k_cache, v_cache, batch, scale):
@@ -53,8 +53,8 @@ class Backend:
         raise NotImplementedError
 
     def with_workspace(self, workspace):
-        """This backend with scratch memory of its own, as each captured graph needs; None where it has no such
-        memory."""
+        """This backend with scratch memory of its own, as each
+        captured graph needs; None where it has no such memory."""
         return self
 
     def scratch_bytes(self, tokens, keys, num_heads, itemsize):
@@ -225,30 +225,15 @@ class DFlash2(Backend):
 
     def varlen(self, q, k, v, batch, scale):
         return self.module.dflash2_varlen(
-            q,
-            k,
-            v,
-            batch.cu_seqlens_q,
-            batch.cu_seqlens_k,
-            batch.max_q,
-            batch.max_k,
-            causal=True,
-            scale=scale,
+            q, k, v, batch.cu_seqlens_q, batch.cu_seqlens_k, batch.max_q, batch.max_k, causal=True, scale=scale,
             windows=self.windows,
-        )
+        )  # fmt: skip
 
     def prefill(self, q, k_cache, v_cache, batch, scale):
         return self.module.dflash2_paged_prefill(
-            q,
-            k_cache,
-            v_cache,
-            batch.block_table,
-            batch.seq_lens,
-            batch.cu_seqlens_q,
-            batch.max_q,
-            scale=scale,
+            q, k_cache, v_cache, batch.block_table, batch.seq_lens, batch.cu_seqlens_q, batch.max_q, scale=scale,
             windows=self.windows,
-        )
+        )  # fmt: skip
 
     def decode(self, q, k_cache, v_cache, batch, scale):
         return self.module.dflash2_decode(

@@ -78,8 +78,8 @@ def throughput(spec, backend, *, input_len, output_len, concurrency, fit=False, 
         options: of ``Engine``.
 
     Returns:
-        A results row. ``peak_bytes`` is all that PyTorch held at once on the device, weights and the whole pool
-        included.
+        A results row. ``peak_bytes`` is all that PyTorch held at once
+        on the device, weights and the whole pool included.
 
     Raises:
         Interrupted: by Ctrl-C, with a row of what was measured until then, marked ``"partial": true``.

@@ -1,5 +1,5 @@
-"""What is checked of the engine's arguments and files: one place for the errors that name what came and what is
-wanted."""
+"""What is checked of the engine's arguments and files: one place for
+the errors that name what came and what is wanted."""
 
 import json
 import math
@@ -31,8 +31,8 @@ def check_number(owner, name, value, least=0.0, most=math.inf, *, above=False):
 
 
 def check_sizes(owner, config, zero=(), names=None):
-    """Check the fields of a frozen dataclass by their types: int (at least 1, or 0 for those in ``zero``), float (above
-    0), bool.
+    """Check the fields of a frozen dataclass by their types: int (at
+    least 1, or 0 for those in ``zero``), float (above 0), bool.
 
     names: {field: what else an error calls it}.
     """

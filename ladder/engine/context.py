@@ -39,8 +39,8 @@ class Context:
         raise NotImplementedError
 
     def attend_latent(self, attention, x, rows=None):
-        """Causal multi-head latent attention of x (T, width): (T, H, v_dim); of ``rows`` only, (n, H, v_dim), where
-        given."""
+        """Causal multi-head latent attention of x (T, width): (T, H,
+        v_dim); of ``rows`` only, (n, H, v_dim), where given."""
         raise NotImplementedError
 
 
@@ -54,8 +54,8 @@ class Batch:
     key_slots: (total_k,) int64, the slots of all keys of all sequences, for those who gather pages. None: nobody does.
     lengths: [(new tokens, all tokens)] of the sequences, None inside a captured graph.
     schedule: what the layers of a decode step share, made by the backend.
-    last: the same sequences with their last new token alone, for a layer whose other queries nobody asks for. None: no
-    such layer.
+    last: the same sequences with their last new token alone, for a
+    layer whose other queries nobody asks for. None: no such layer.
     """
 
     decode: bool

@@ -141,8 +141,8 @@ class Engine:
 
         Raises:
             TypeError: no prompt, or no ``SamplingParams``.
-            ValueError: an empty prompt, what is no id of the vocabulary, a request longer than a sequence or the pool
-            may be.
+            ValueError: an empty prompt, what is no id of the vocabulary,
+            a request longer than a sequence or the pool may be.
         """
         prompt = check_prompt(prompt, self.spec.config.vocab)
         if not isinstance(params, SamplingParams):
@@ -235,8 +235,8 @@ class Engine:
             self._tell(Event(request.id, token, reason))
 
     def _launch(self, step):
-        """Send a step to the device: (requests with a new token, these tokens, whether it was a prefill); None without
-        a step."""
+        """Send a step to the device: (requests with a new token, these
+        tokens, whether it was a prefill); None without a step."""
         if step is None:
             return None
         if step.decode:
@@ -261,8 +261,8 @@ class Engine:
         return requests, HostCopy(greedy) if copied else greedy, not step.decode
 
     def stream(self, prompts, params=SamplingParams()):
-        """Submit prompts (lists of token ids; ``params`` one for all or a list) and yield ``Event``s until all have
-        ended.
+        """Submit prompts (lists of token ids; ``params`` one for all
+        or a list) and yield ``Event``s until all have ended.
 
         Several streams may be read in turns: each runs steps for all, and yields its own requests' events and those of
         requests that no stream submitted.

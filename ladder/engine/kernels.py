@@ -12,11 +12,11 @@ import triton.language as tl
 def _expert_of(
     ids, table, assignment, total, num_experts, everyone, TURNS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr
 ):  # fmt: skip
-    """The expert of an assignment, numbered token by token: the router's choices, then the shared ones; big behind the
-    end.
+    """The expert of an assignment, numbered token by token: the
+    router's choices, then the shared ones; big behind the end.
 
-    table: (TURNS, everyone) int32, a router's expert as a number here, big where another rank has it; None: numbers are
-    the same.
+    table: (TURNS, everyone) int32, a router's expert as a number here,
+    big where another rank has it; None: numbers are the same.
     """
     token, choice = assignment // (TOP_K + SHARED), assignment % (TOP_K + SHARED)
     routed = (assignment < total) & (choice < TOP_K)
@@ -33,8 +33,8 @@ def engine_place(
     TURNS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, ALL: tl.constexpr, BLOCK: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """A stable counting sort of up to ALL assignments without a second launch: each program ranks BLOCK of them among
-    all.
+    """A stable counting sort of up to ALL assignments without a second
+    launch: each program ranks BLOCK of them among all.
 
     Quadratic in the assignments, and for a decode batch still less than a launch.
     """
@@ -176,8 +176,8 @@ def engine_experts_up(
     x, weight, out, source, offsets, width, hidden,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = swiglu(x[source[row]] @ weight[expert].T) for an expert's rows: gather, product and gate in one
-    launch.
+    """out[row] = swiglu(x[source[row]] @ weight[expert].T) for an
+    expert's rows: gather, product and gate in one launch.
 
     A program streams BLOCK_N gate and up columns of one expert; an expert that no token chose costs it two loads. Grid
     (experts * column tiles,). Made for the few rows of decode, where reading the weight is the whole cost.
@@ -217,8 +217,8 @@ def engine_experts_down(
     x, weight, out, offsets, hidden, width,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = x[row] @ weight[expert].T for an expert's rows, as ``engine_experts_up``; grid (experts * column
-    tiles,)."""
+    """out[row] = x[row] @ weight[expert].T for an expert's rows, as
+    ``engine_experts_up``; grid (experts * column tiles,)."""
     column_tiles = tl.cdiv(width, BLOCK_N)
     expert = tl.program_id(0) // column_tiles
     column = tl.program_id(0) % column_tiles * BLOCK_N + tl.arange(0, BLOCK_N)

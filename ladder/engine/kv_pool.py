@@ -62,8 +62,8 @@ class KVCache:
     """The pages of all layers: one tensor for each row that a model caches.
 
     Args:
-        rows: what a token caches in a layer, as shapes: ((Hkv, D), (Hkv, Dv)) for keys and values, ((576,),) for a
-        latent.
+        rows: what a token caches in a layer, as shapes: ((Hkv, D),
+        (Hkv, Dv)) for keys and values, ((576,),) for a latent.
 
     Attributes:
         parts: a tensor (layers, num_pages, page_size, *row) for each of ``rows``.

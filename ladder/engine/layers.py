@@ -18,8 +18,8 @@ def linear(x, weight):
 
 
 def rms_norm(x, weight, eps):
-    """x (T, width) over its root mean square, times ``weight``. Source: Zhang and Sennrich, "Root Mean Square Layer
-    Norm"."""
+    """x (T, width) over its root mean square, times ``weight``.
+    Source: Zhang and Sennrich, "Root Mean Square Layer Norm"."""
     return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), eps)
 
 
@@ -83,8 +83,8 @@ def sort_by_expert(ids, num_experts):
 
 
 class Dispatch(torch.autograd.Function):
-    """x (T, width) copied behind each of its experts. The gradient gathers too, where autograd's own would
-    scatter-add."""
+    """x (T, width) copied behind each of its experts. The gradient
+    gathers too, where autograd's own would scatter-add."""
 
     @staticmethod
     def forward(ctx, x, order, places):
@@ -201,8 +201,8 @@ def run_experts(x, ids, weights, gate_up, down, num_shared=0, table=None, later=
 
 
 def here(ids, table):
-    """The router's choices (T, top_k) as numbers in this rank's stack, ``AWAY`` for those of other ranks; see
-    ``run_experts``."""
+    """The router's choices (T, top_k) as numbers in this rank's stack,
+    ``AWAY`` for those of other ranks; see ``run_experts``."""
     turn = torch.arange(len(ids), device=ids.device) % len(table)
     return table[turn[:, None], ids.long()]
 
@@ -394,8 +394,8 @@ def middle(bounds):
 def library_experts(x, places, gate_up, down, ends, first=0, last=None, short=False):
     """Rows first .. last in expert order (last - first, width) by the library's grouped products.
 
-    places (T, each): the rows of each token. gate_up, down, ends: of the experts of these rows, ends counted from
-    first.
+    places (T, each): the rows of each token. gate_up, down, ends: of
+    the experts of these rows, ends counted from first.
     """
     rows = dispatch(x, places, first, places.numel() if last is None else last)
     rows = grouped_product(rows, gate_up, ends, short)
@@ -427,8 +427,8 @@ def dispatch(x, places, first, last):
 
 
 def shared_experts(x, gate_up, down):
-    """The sum of a few experts that every token uses: x (T, width), gate_up (n, 2 * hidden, width), down (n, width,
-    hidden)."""
+    """The sum of a few experts that every token uses: x (T, width),
+    gate_up (n, 2 * hidden, width), down (n, width, hidden)."""
     count, _, hidden = down.shape
     inner = linear(x, gate_up.flatten(0, 1)).view(len(x) * count, 2 * hidden)
     inner = fast_swiglu(inner).view(len(x), count, hidden)
@@ -467,8 +467,8 @@ def streamed_experts(x, source, offsets, gate_up, down):
 
 @torch.inference_mode()
 def tune_experts(gate_up, down, tokens, top_k, num_shared, repeats=5):
-    """Measure which grouped product is faster for so many tokens with random routing, once for a shape; returns its
-    name."""
+    """Measure which grouped product is faster for so many tokens with
+    random routing, once for a shape; returns its name."""
     key = (gate_up.shape, tokens)
     if key not in _fastest and gate_up.element_size() == 2:
         experts, width = gate_up.shape[0] - num_shared, gate_up.shape[2]

@@ -37,10 +37,10 @@ class Parallel:
 
     Args:
         rank, size: as in torch.distributed. device: of this rank. experts: "whole" or "width", see above.
-        placement: with "whole", which experts are where: anything with ``slot_expert`` (MoE layers, slots),
-            ``slot_gpu`` (slots,) and ``load`` (MoE layers, experts), such as ``dspark_mini.Placement``. None: experts
-            in order. An expert on several ranks has its tokens dealt out, in turns, by the shares that
-            ``dspark_mini.split_batch`` gives.
+        placement: with "whole", which experts are where: anything with ``slot_expert`` (MoE
+            layers, slots), ``slot_gpu`` (slots,) and ``load`` (MoE layers, experts), such as
+            ``dspark_mini.Placement``. None: experts in order. An expert on several ranks has its
+            tokens dealt out, in turns, by the shares that ``dspark_mini.split_batch`` gives.
     """
 
     def __init__(self, rank, size, device, *, experts="whole", placement=None):

@@ -44,8 +44,8 @@ def policies(context):
 
 @torch.inference_mode()
 def bits_per_byte(model, windows_of_text, policy, second_half=True):
-    """Mean bits per byte over rows (n, S + 1) of tokens; over the second half of each, where a window can hide
-    something."""
+    """Mean bits per byte over rows (n, S + 1) of tokens; over the
+    second half of each, where a window can hide something."""
     total, count = 0.0, 0
     for row in windows_of_text:
         hidden = model(row[:-1], WindowedContext(model, policy))

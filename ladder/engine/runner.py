@@ -15,8 +15,8 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)  # rows 
 
 
 def serving(method):
-    """Decorate what runs the model: no gradients, and the runner's own dtype, whatever ``torch.autocast`` says around
-    it."""
+    """Decorate what runs the model: no gradients, and the runner's own
+    dtype, whatever ``torch.autocast`` says around it."""
 
     @functools.wraps(method)
     def call(self, *args):
@@ -124,15 +124,15 @@ class Runner:
 
     @torch.inference_mode()
     def follow(self, tokens):
-        """``tokens`` (n,) are those of the newest decode, whatever was largest here: a replay that goes on starts from
-        them."""
+        """``tokens`` (n,) are those of the newest decode, whatever was
+        largest here: a replay that goes on starts from them."""
         if self.replayed:
             self.replayed.state[0, : len(tokens)].copy_(tokens)
 
     @serving
     def measure(self, chunk_tokens):
-        """Bytes of activations that a full prefill step and the sampling of a full batch need on top of weights and
-        cache."""
+        """Bytes of activations that a full prefill step and the
+        sampling of a full batch need on top of weights and cache."""
         if self.device.type != "cuda":
             return 0
         length = min(chunk_tokens, self.max_len)

@@ -1,5 +1,5 @@
-"""Greedy and temperature sampling; a request's random numbers depend on its seed and position, never on its
-batch-mates."""
+"""Greedy and temperature sampling; a request's random numbers depend
+on its seed and position, never on its batch-mates."""
 
 from dataclasses import dataclass
 
@@ -14,9 +14,9 @@ from .checks import check_number
 class SamplingParams:
     """How a request is answered.
 
-    max_tokens: most tokens to generate. temperature: 0 is greedy. top_p: sample from the fewest tokens that hold this
-    much probability, 1 from all. seed: of this request. stop: token ids that end the answer (the last token says
-    which).
+    max_tokens: most tokens to generate. temperature: 0 is greedy. top_p: sample
+    from the fewest tokens that hold this much probability, 1 from all. seed: of
+    this request. stop: token ids that end the answer (the last token says which).
 
     Raises:
         TypeError, ValueError: naming the field, what came and what is wanted. None is no value of any of them.

@@ -86,8 +86,8 @@ class Scheduler:
         return Step(True, tuple((r, 1) for r in decoding)) if decoding else None
 
     def ahead(self):
-        """A prefill that may follow one whose tokens are not known yet, or None: what it looks at must not depend on
-        them."""
+        """A prefill that may follow one whose tokens are not known
+        yet, or None: what it looks at must not depend on them."""
         chunks = self._prefill() if self._prefills < self.decode_every else None
         if not chunks:
             return None

@@ -8,8 +8,8 @@ the second half of the time of 4,096; bfloat16 products on float32 master weight
     routing_trace.npz         the experts that held-out tokens chose, as ``dspark_mini.trace`` reads them
     tiny_moe_qkv.safetensors  attention inputs of three layers on held-out text, as ``ladder.lab.problem`` reads them
 
-Ctrl-C leaves results of what was learnt so far, marked as unfinished, and DIR/state.pt, from which ``--resume`` goes
-on.
+Ctrl-C leaves results of what was learnt so far, marked as unfinished,
+and DIR/state.pt, from which ``--resume`` goes on.
 """
 
 import argparse
@@ -54,8 +54,8 @@ class DenseContext(Context):
         return out.transpose(1, 2).flatten(0, 1)
 
     def routed(self, layer, ids, probs):
-        """Switch's balance loss: experts times sum over experts of (share of assignments * mean probability); 1 is
-        even."""
+        """Switch's balance loss: experts times sum over experts of
+        (share of assignments * mean probability); 1 is even."""
         num_experts = probs.shape[1]
         share = (ids[..., None] == torch.arange(num_experts, device=ids.device)).sum(dim=(0, 1)) / ids.numel()
         self.balance.append(num_experts * (share * probs.mean(dim=0)).sum())

@@ -8,13 +8,13 @@ is inclusive, -1 is infinite, a row that sees no key is 0 with log-sum-exp -inf.
 
 - Forward only. A result may be part of a graph, as in FlashAttention; its backward raises ``NotImplementedError``.
   ``flash_attn_with_kvcache`` records no graph, there as here.
-- ``qv``, ``attention_chunk``, float8 and its descales raise ``NotImplementedError`` that names the argument.
-- ``learnable_sink`` (FlashAttention-4's name; ``s_aux`` in vLLM's fork): one logit per query head, in the denominator
-only.
+- ``qv``, ``attention_chunk``, float8 and its descales raise ``NotImplementedError``
+that names the argument. - ``learnable_sink`` (FlashAttention-4's name; ``s_aux`` in
+vLLM's fork): one logit per query head, in the denominator only.
 
-Hints that may change speed but no value are accepted: ``pack_gqa`` (groups are always packed in decode),
-``deterministic`` (always), ``sm_margin``, and ``num_splits`` outside decode. CPU tensors work too, through step 08's
-own rules.
+Hints that may change speed but no value are accepted: ``pack_gqa`` (groups are
+always packed in decode), ``deterministic`` (always), ``sm_margin``, and
+``num_splits`` outside decode. CPU tensors work too, through step 08's own rules.
 """
 
 import torch
@@ -297,8 +297,8 @@ def flash_attn_with_kvcache(
 
 
 def _attend(q, cache, cu_seqlens_q, batch, seqlen_q, right, num_splits, scheduler_metadata, options):
-    """(out like q, log-sum-exp (B, Hq, Sq) or (Hq, total_q)): by decode's kernel for few new tokens, else by
-    prefill's."""
+    """(out like q, log-sum-exp (B, Hq, Sq) or (Hq, total_q)): by
+    decode's kernel for few new tokens, else by prefill's."""
     k_cache, v_cache, table, lengths = cache
     ragged = cu_seqlens_q is not None
     out = q.new_empty(*q.shape[:-1], v_cache.shape[-1])
@@ -473,16 +473,16 @@ def _forward_only(name, run, *tensors):
 def _by_columns(run, v, out):
     """Call ``run(v, out)`` on blocks of at most 256 value columns; returns the log-sum-exp of the first.
 
-    Values of 512 (FlashAttention's limit) are wider than step 08's accumulator; the weights do not depend on the
-    column.
+    Values of 512 (FlashAttention's limit) are wider than step 08's
+    accumulator; the weights do not depend on the column.
     """
     blocks = zip(v.split(MAX_HEAD_DIM, -1), out.split(MAX_HEAD_DIM, -1), strict=True)
     return [run(v, out) for v, out in blocks][0]
 
 
 def _used_rows(cu_seqlens, used, total):
-    """Rows in use first and in order, then the others; and the cumulative lengths of those in use. No host sync on
-    CUDA."""
+    """Rows in use first and in order, then the others; and the
+    cumulative lengths of those in use. No host sync on CUDA."""
     row = torch.arange(total, device=used.device)
     seq = torch.searchsorted(cu_seqlens.long(), row, right=True) - 1
     inside = (seq >= 0) & (seq < used.numel())

@@ -1,5 +1,5 @@
-"""What the FlashAttention interface does to a cache: find pages, rotate and append new keys, skip padding on the
-left."""
+"""What the FlashAttention interface does to a cache: find pages,
+rotate and append new keys, skip padding on the left."""
 
 import torch
 
@@ -81,8 +81,8 @@ def check_before_append(q, k_cache, v_cache, table, lengths, scale):
 
 
 def append_rows(k_cache, v_cache, k, v, table, lengths, cu_seqlens_new):
-    """Write new keys and values behind each sequence, in place. Returns (B,) bool: sequences without room for all of
-    theirs.
+    """Write new keys and values behind each sequence, in place.
+    Returns (B,) bool: sequences without room for all of theirs.
 
     Nothing is written for those, and nothing waits for the device: where a token has no place of its own, its row
     repeats the write of a token that has one, or writes back what the cache holds.

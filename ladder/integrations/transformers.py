@@ -29,14 +29,14 @@ whole
   masks, in the form that transformers' own eager attention reads;
 - dflash1: windows shorter than the context, softcaps and sinks.
 
-torch.compile traces all of it in one graph. Where it traces the making of a mask too, it cannot ask whether a batch has
-padding, so a 2-D ``attention_mask`` means packing: leave it out when all tokens are real. No warning comes from a
-graph.
+torch.compile traces all of it in one graph. Where it traces the making of a mask
+too, it cannot ask whether a batch has padding, so a 2-D ``attention_mask`` means
+packing: leave it out when all tokens are real. No warning comes from a graph.
 
-``register(fallback=False)`` raises ``NotImplementedError`` with the reason instead. Always refused are continuous
-batching, whose cache the backend would have to write itself; what a layer hands over in place of a mask or beside it
-(``UNREAD``); and models whose own attention never asks for a backend: they would add a mask of integers to their
-scores.
+``register(fallback=False)`` raises ``NotImplementedError`` with the reason instead. Always
+refused are continuous batching, whose cache the backend would have to write itself; what a
+layer hands over in place of a mask or beside it (``UNREAD``); and models whose own
+attention never asks for a backend: they would add a mask of integers to their scores.
 """
 
 import functools
@@ -149,21 +149,9 @@ def _in_autocast_type(*tensors):
 
 @outside_autocast
 def _forward(
-    query,
-    key,
-    value,
-    module,
-    attention_mask,
-    dropout,
-    scaling,
-    sliding_window,
-    softcap,
-    is_causal,
-    s_aux,
-    backend,
-    fallback,
-    kwargs,
-):
+    query, key, value, module, attention_mask, dropout, scaling, sliding_window, softcap, is_causal, s_aux, backend,
+    fallback, kwargs,
+):  # fmt: skip
     """``attention_forward`` in the types of its tensors: (out, None)."""
     if s_aux is not None and (not isinstance(s_aux, torch.Tensor) or s_aux.shape != query.shape[1:2]):
         came = f"{tuple(s_aux.shape)}" if isinstance(s_aux, torch.Tensor) else f"a {type(s_aux).__name__}"
@@ -380,8 +368,8 @@ def _pattern(mask_function):
 def _full_mask(**arguments):
     """transformers' own (B, 1, Sq, Sk) mask. Boolean and never skipped, for None would mean something else here.
 
-    A model that edits its masks gets those that its eager attention adds to the scores, and None where that sees
-    everything.
+    A model that edits its masks gets those that its eager attention
+    adds to the scores, and None where that sees everything.
     """
     from transformers.masking_utils import eager_mask, sdpa_mask
 
@@ -395,8 +383,8 @@ def _full_mask(**arguments):
 
 
 def _decode_mask(mask, query, seqlen_k):
-    """(causal, window, mask) of what came as attention_mask; a caller's own mask comes back as it is, with causal
-    None."""
+    """(causal, window, mask) of what came as attention_mask; a
+    caller's own mask comes back as it is, with causal None."""
     if mask is None:
         return None, 0, None
     if mask.ndim != 4:

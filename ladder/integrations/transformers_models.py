@@ -19,8 +19,8 @@ EDITED = set()  # configurations of models that edit their masks
 
 
 def look_at_model(model, config, names):
-    """ValueError for a model that would misread the backend's masks; a model that edits its masks is added to
-    ``EDITED``.
+    """ValueError for a model that would misread the backend's masks; a
+    model that edits its masks is added to ``EDITED``.
 
     names: those of the backends, for the message. transformers looks into the code too, for no attribute of a model
     says what its layers do with their masks.
@@ -38,8 +38,8 @@ def look_at_model(model, config, names):
 
 @functools.cache
 def _use_of_masks(model):
-    """(whether the code of a model's class calls a backend, whether a part of the model edits a mask made by
-    transformers)."""
+    """(whether the code of a model's class calls a backend, whether a
+    part of the model edits a mask made by transformers)."""
     code = _code_of(model)
     if any(map(_has_table_of_attentions, code.values())):
         return False, True

@@ -1,5 +1,5 @@
-"""DecodeProblem: a paged cache with everything dead in it poisoned, its float64 answer, and implementations to compare
-with."""
+"""DecodeProblem: a paged cache with everything dead in it poisoned,
+its float64 answer, and implementations to compare with."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ GARBAGE_PAGES = (2**31 - 1, -1, -(2**31), 123_456_789)  # what a block table may
 class DecodeProblem:
     """Attention of the newest ``q_len`` tokens of ``B`` sequences over a paged cache.
 
-    ``context`` keys in every sequence, or ``lengths``, one for each. ``max_context``: what a block-table row can
-    address (None: the longest sequence). With ``latent`` the cache is MLA's: one KV head of D = 576, V its first Dv =
-    512 columns.
+    ``context`` keys in every sequence, or ``lengths``, one for each. ``max_context``:
+    what a block-table row can address (None: the longest sequence). With ``latent``
+    the cache is MLA's: one KV head of D = 576, V its first Dv = 512 columns.
     """
 
     B: int = 1
@@ -146,8 +146,8 @@ class DecodeProblem:
 
 @dataclass(frozen=True)
 class PagedInputs:
-    """q (B, q_len, Hq, D); k_cache, v_cache (num_pages, page_size, Hkv, D or Dv); block_table (B, max_pages); seq_lens
-    (B,)."""
+    """q (B, q_len, Hq, D); k_cache, v_cache (num_pages, page_size,
+    Hkv, D or Dv); block_table (B, max_pages); seq_lens (B,)."""
 
     q: torch.Tensor
     k_cache: torch.Tensor

@@ -1,5 +1,5 @@
-"""Is it right? Errors against a float64 oracle, judged by the error that eager low precision makes on the same
-input."""
+"""Is it right? Errors against a float64 oracle, judged by the error
+that eager low precision makes on the same input."""
 
 from dataclasses import dataclass
 
@@ -38,8 +38,8 @@ class Oracle:
         )  # fmt: skip
 
     def _judge(self, q, v, sample_rows, answer):
-        """Set answers and budgets; ``answer(dtype)`` computes (out, lse) of the sampled rows with every intermediate in
-        ``dtype``."""
+        """Set answers and budgets; ``answer(dtype)`` computes (out, lse)
+        of the sampled rows with every intermediate in ``dtype``."""
         self.dtype, self.shape = q.dtype, (*q.shape[:3], v.shape[3])
         self.lse_shape = self.shape[:3]
         self.rows = sample_positions(q.shape[2], sample_rows).to(q.device)

@@ -12,8 +12,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 @dataclass(frozen=True)
 class Peer:
-    """``why_not(problem, device)`` returns why it cannot run a problem, or None; ``build(problem)`` a function of q, k,
-    v."""
+    """``why_not(problem, device)`` returns why it cannot run a
+    problem, or None; ``build(problem)`` a function of q, k, v."""
 
     name: str
     title: str
@@ -105,8 +105,8 @@ def _fa3_why_not(problem, device):
 
 
 def _flash(function, **options):
-    """A FlashAttention function as one of q, k, v in this package's layout: transposed views of its (B, S, H, D), no
-    copies."""
+    """A FlashAttention function as one of q, k, v in this package's
+    layout: transposed views of its (B, S, H, D), no copies."""
 
     def run(q, k, v):
         out = function(*(x.transpose(1, 2) for x in (q, k, v)), **options)

@@ -22,9 +22,9 @@ CAPTURED = {
 class AttentionProblem:
     """One attention call: shapes, mask, element type and where its numbers come from.
 
-    B, Hq, Hkv: batch, query heads, KV heads. Sq, Sk: lengths in tokens. D, Dv: head sizes of q/k and of v.
-    ``input`` is "randn" (``seed`` says which), or "minilm" or "tiny-moe" (captured from trained models, see
-    ``data/README.md``).
+    B, Hq, Hkv: batch, query heads, KV heads. Sq, Sk: lengths in tokens. D, Dv:
+    head sizes of q/k and of v. ``input`` is "randn" (``seed`` says which), or
+    "minilm" or "tiny-moe" (captured from trained models, see ``data/README.md``).
     """
 
     B: int = 1

@@ -80,8 +80,8 @@ def row(case, impl, *, timing=None, flops=None, num_bytes=None, peak_bytes=None,
 class Row(dict):
     """A recorded result, with its usual fields as attributes; what was not measured is None.
 
-    case, impl, ms (median milliseconds), tflops, tbs, peak_bytes, bytes_moved, ok, max_error, budget. Anything else: by
-    its key.
+    case, impl, ms (median milliseconds), tflops, tbs, peak_bytes,
+    bytes_moved, ok, max_error, budget. Anything else: by its key.
     """
 
     def _of(name):
@@ -292,8 +292,8 @@ def still_not_run(path, left, measured):
 
 
 def origin(doc, row):
-    """{"recorded", "commit", "command"} of a row: its own, those that the document has for its part, or the
-    document's."""
+    """{"recorded", "commit", "command"} of a row: its own, those that
+    the document has for its part, or the document's."""
     earlier = doc.get("earlier", {}).get(row["case"].get("part"), {})  # of several GPUs, where parts are kept, not rows
     own = {k: row.get(k) or earlier.get(k) for k in ("recorded", "commit", "command")}
     if own["recorded"] or own["commit"]:  # a part that was kept without its command does not come from the document's

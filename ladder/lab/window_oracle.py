@@ -33,8 +33,8 @@ def visible_rows(ranges, rows, seqlen_q, seqlen_k, *, causal=True):
 
 
 class WindowOracle(Oracle):
-    """The float64 answer of attention under range windows, on sampled rows, with the error budget of
-    ``parity.Oracle``."""
+    """The float64 answer of attention under range windows, on sampled
+    rows, with the error budget of ``parity.Oracle``."""
 
     def __init__(self, q, k, v, ranges, *, causal=True, scale=None, sample_rows=SAMPLE_ROWS):
         def answer(compute):

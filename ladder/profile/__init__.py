@@ -1,5 +1,5 @@
-"""Is attention your bottleneck? ``python -m ladder.profile`` measures, decides by rule, and reads what Nsight Compute
-wrote."""
+"""Is attention your bottleneck? ``python -m ladder.profile`` measures,
+decides by rule, and reads what Nsight Compute wrote."""
 
 from .decide import BUSY, FULL, LONG_CONTEXT, SHARE, Answer, curve, decide, describe, next_command
 from .measure import Found, MemoryCurve, ProfileError, kv_pools, load_step, measure, resident_bytes, summarise

@@ -26,8 +26,8 @@ class ProfileError(Exception):
 
 @dataclass
 class Found:
-    """What a run showed. Times in ms of one batch, memory in bytes, shares 0 .. 1, None where nothing could be
-    known."""
+    """What a run showed. Times in ms of one batch, memory in bytes,
+    shares 0 .. 1, None where nothing could be known."""
 
     device: str
     gpus: int

@@ -140,8 +140,8 @@ def processors(device):
 def decode_bytes_moved(problem):
     """Bytes that one decode call loads and stores: K and V once per query head, L2 serving the repeats of a group.
 
-    Needs B, Hq, Hkv, q_len, D, Dv, itemsize, page_size, keys (over all sequences) and capacity: the fields of
-    ``ladder.lab.decode_problem.DecodeProblem``.
+    Needs B, Hq, Hkv, q_len, D, Dv, itemsize, page_size, keys (over all sequences)
+    and capacity: the fields of ``ladder.lab.decode_problem.DecodeProblem``.
     """
     p = problem
     config = decode_config(p.D, p.Dv, p.q_len, p.page_size, p.itemsize)

@@ -7,8 +7,8 @@ the cache append join the projection, and the norm joins the router. On Hopper t
 warps. Custom operators let torch.compile see through a call.
 
 Why: at 128k tokens a causal mask leaves 8.6 billion pairs a head, and a sink with a window of 4,096 keeps one in
-sixteen: no kernel is fast enough to win that back. What remains is small, and then launches and passes over memory
-count.
+sixteen: no kernel is fast enough to win that back. What remains is
+small, and then launches and passes over memory count.
 
 Predict: time follows the visited tiles: at 128k with 128 sinks and a window of 4,096, 15 x fewer than causal. Dense and
 causal keep step 07's loop, instruction for instruction, where the portable kernel runs; Hopper's own kernel gains what

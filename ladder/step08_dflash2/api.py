@@ -43,18 +43,9 @@ def dflash2_attention(
     """
     run = ops.attention if torch.compiler.is_compiling() else prefill.dense
     return run(
-        q,
-        k,
-        v,
-        causal=causal,
-        scale=scale,
-        windows=windows,
-        softcap=softcap,
-        sinks=sinks,
-        return_lse=return_lse,
-        out=out,
-        right=right,
-    )
+        q, k, v, causal=causal, scale=scale, windows=windows, softcap=softcap, sinks=sinks, return_lse=return_lse,
+        out=out, right=right,
+    )  # fmt: skip
 
 
 @kernel_entry
@@ -199,12 +190,12 @@ def dflash2_mla_decode(
         The others as in ``dflash2_decode``.
 
     Returns:
-        (B, q_len, H, head_dim_v), or (B, H, head_dim_v) for one token; with return_lse also (B, H, q_len) float32, or
-        (B, H).
+        (B, q_len, H, head_dim_v), or (B, H, head_dim_v) for one token;
+        with return_lse also (B, H, q_len) float32, or (B, H).
 
     Raises:
-        As ``dflash2_decode``; head_dim_v that is no such power of two; NotImplementedError for D above twice
-        head_dim_v.
+        As ``dflash2_decode``; head_dim_v that is no such power of two;
+        NotImplementedError for D above twice head_dim_v.
 
     Source: DeepSeek-AI, "DeepSeek-V2", section 2.1; the shared tile is FlashMLA's.
     """

@@ -51,9 +51,9 @@ class PrefillCall(NamedTuple):
 class DecodeCall(NamedTuple):
     """What the choice for a decode depends on.
 
-    q (B, q_len, Hq, D), k, v (pages), out: ``place`` of each. latent: v is part of k. masked: there are windows. reach:
-    most keys that the new tokens can see. scheduled: a schedule is given. config: of the caller's, as ``tiles.frozen``
-    makes it.
+    q (B, q_len, Hq, D), k, v (pages), out: ``place`` of each. latent: v is part of k.
+    masked: there are windows. reach: most keys that the new tokens can see. scheduled:
+    a schedule is given. config: of the caller's, as ``tiles.frozen`` makes it.
     """
 
     dtype: torch.dtype
@@ -95,8 +95,8 @@ def decode_call(
 
 
 def decide(call, device):
-    """The ``Decision`` about a ``PrefillCall`` or ``DecodeCall`` of tensors on ``device``, which Triton's kernels run
-    on."""
+    """The ``Decision`` about a ``PrefillCall`` or ``DecodeCall`` of
+    tensors on ``device``, which Triton's kernels run on."""
     return (_decide_prefill if type(call) is PrefillCall else _decide_decode)(call, dispatch.machine(device))
 
 
@@ -120,18 +120,9 @@ def _decide_prefill(call, machine):
         tokens, most = max(1, seqlen_q // num_seqs) if num_seqs else None, call.longest
         tokens = tokens if most is None else min(tokens or 0, most)
     config = launch_config(
-        head_dim,
-        head_dim_v,
-        call.dtype.itemsize,
-        machine.arch,
-        page_size,
-        ragged,
-        group,
-        tokens,
-        most,
-        call.num_ranges,
-        call.softcap,
-    )
+        head_dim, head_dim_v, call.dtype.itemsize, machine.arch, page_size, ragged, group, tokens, most,
+        call.num_ranges, call.softcap,
+    )  # fmt: skip
     layout = layout_of(call.dtype, k_aligned and v_aligned, k_strides, v_strides, head_dim, head_dim_v)
     return Decision("dflash2_prefill", {**layout, **config}, why)
 

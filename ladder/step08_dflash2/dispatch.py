@@ -15,8 +15,8 @@ RUNG = "step08_dflash2"
 
 
 class Machine(NamedTuple):
-    """What a device is: 10 * major + minor of its compute capability, its processors, and whether sm_90's kernels run
-    on it.
+    """What a device is: 10 * major + minor of its compute capability,
+    its processors, and whether sm_90's kernels run on it.
 
     A CPU has a Hopper's capability, so that the interpreter walks a Hopper's tiles, and few processors.
     """

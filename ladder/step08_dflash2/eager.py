@@ -54,8 +54,8 @@ def decode(
     workspace=None,
     right=None,
 ):  # fmt: skip
-    """As ``dflash2_decode``: the shape of q with Dv columns, and with return_lse (B, Hq, q_len) float32, (B, Hq) for
-    3-D q."""
+    """As ``dflash2_decode``: the shape of q with Dv columns, and with
+    return_lse (B, Hq, q_len) float32, (B, Hq) for 3-D q."""
     one_token = q.ndim == 3
     out = q.new_empty(*q.shape[:-1], v_cache.shape[3]) if out is None else out
     some_q, some_out = (x[:, :, None] if one_token else x.transpose(1, 2) for x in (q, out))
@@ -91,8 +91,8 @@ def _packed_results(q, head_dim_v, out, return_lse):
 
 
 def _gather(k_cache, v_cache, block_table, seq_lens):
-    """The pages of every sequence side by side: k (B, Hkv, N, D), v, and lengths (B,), -1 where no page holds the
-    length.
+    """The pages of every sequence side by side: k (B, Hkv, N, D), v,
+    and lengths (B,), -1 where no page holds the length.
 
     N is the longest length; what lies behind a shorter one is whatever the first page holds, for the caller to hide.
     """
@@ -109,8 +109,8 @@ def _gather(k_cache, v_cache, block_table, seq_lens):
 
 
 def _attend(q, k, v, out, lse, lengths, right, scale, windows, softcap, sinks):
-    """Attention of q (B, Hq, Sq, D) over k (B, Hkv, N, D), v (B, Hkv, N, Dv), into out (B, Hq, Sq, Dv) and lse (B, Hq,
-    Sq).
+    """Attention of q (B, Hq, Sq, D) over k (B, Hkv, N, D), v (B, Hkv,
+    N, Dv), into out (B, Hq, Sq, Dv) and lse (B, Hq, Sq).
 
     lengths: (B,) keys of each sequence, of which -1 asks for NaN; None when all have N. Rows are taken some at a time,
     and keys that none of them sees are neither multiplied nor looked at.

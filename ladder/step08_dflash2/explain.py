@@ -35,8 +35,8 @@ def explain(
         A few sentences, one a line. Nothing is launched.
 
     Raises:
-        TypeError, ValueError: naming the argument, what came and what is wanted. NotImplementedError: head sizes above
-        256.
+        TypeError, ValueError: naming the argument, what came and what
+        is wanted. NotImplementedError: head sizes above 256.
     """
     device = _device(device)
     _check_problem("problem", problem)

@@ -1,5 +1,5 @@
-"""torch custom operators of step 08's prefill and decode: what ``torch.compile`` and ``torch.export`` see instead of
-the Python.
+"""torch custom operators of step 08's prefill and decode: what
+``torch.compile`` and ``torch.export`` see instead of the Python.
 
 ``ladder::dflash2_attention``, ``dflash2_varlen`` and ``dflash2_paged_prefill`` return the output and the log-sum-exp;
 those that end in ``_out``, ``dflash2_decode`` and ``dflash2_mla_decode`` write ``out`` and return the log-sum-exp. It

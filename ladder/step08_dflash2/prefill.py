@@ -102,18 +102,9 @@ def _launch(
     num_seqs = cu_seqlens_q.shape[0] - 1 if ragged else None
     capacity = block_table.shape[1] * page_size if paged else None
     call = prefill_call(
-        q,
-        k,
-        v,
-        out,
-        right=right,
-        windows=windows,
-        softcap=softcap,
-        scale=scale,
-        num_seqs=num_seqs,
-        capacity=capacity,
-        longest=max_seqlen_q,
-    )
+        q, k, v, out, right=right, windows=windows, softcap=softcap, scale=scale, num_seqs=num_seqs,
+        capacity=capacity, longest=max_seqlen_q,
+    )  # fmt: skip
     decision = decide(call, q.device)
     if decision.kernel == "dflash2_prefill_hopper":
         hopper_prefill.launch_prefill(

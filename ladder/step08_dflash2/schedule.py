@@ -16,10 +16,10 @@ def get_decode_schedule(
 ):  # fmt: skip
     """Cut a batch into parts of about equal length, once for the calls of all layers.
 
-    Without it every program of a call does this for itself, which costs less than one more launch, but adds up over
-    layers. It stays valid for other lengths: the numbers are right, only less evenly spread. Calls with a schedule take
-    the portable kernel; those of sm_90 find their work at next to no cost, so without one they are the faster ones
-    there.
+    Without it every program of a call does this for itself, which costs less than one more
+    launch, but adds up over layers. It stays valid for other lengths: the numbers are
+    right, only less evenly spread. Calls with a schedule take the portable kernel; those of
+    sm_90 find their work at next to no cost, so without one they are the faster ones there.
 
     Args:
         seq_lens: (B,) int32. num_heads, num_kv_heads, head_dim, head_dim_v, page_size, q_len, dtype, windows: of the

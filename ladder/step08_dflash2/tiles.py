@@ -1,5 +1,5 @@
-"""How a call of step 08 is cut: tiles from a table for each architecture, the splits of decode, and the numbers of a
-launch."""
+"""How a call of step 08 is cut: tiles from a table for each
+architecture, the splits of decode, and the numbers of a launch."""
 
 import functools
 from typing import NamedTuple

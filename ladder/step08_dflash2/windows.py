@@ -49,8 +49,8 @@ class RangeWindows:
         ranges: up to 8 ``Range``, or tuples of their fields, in any order.
 
     Raises:
-        TypeError, ValueError: a field that is no integer or out of bounds, an empty range, ranges that overlap, too
-        many.
+        TypeError, ValueError: a field that is no integer or out of
+        bounds, an empty range, ranges that overlap, too many.
 
     Source: sliding windows are section 3.1 of Beltagy et al., "Longformer"; first tokens kept as sinks are section 3 of
     Xiao et al., "Efficient Streaming Language Models with Attention Sinks".
@@ -153,8 +153,8 @@ class RangeWindows:
         return sink, left
 
     def visible(self, Sq, Sk, causal=False, right=None, device="cpu"):
-        """The mask as a bool tensor (Sq, Sk): True where the query sees the key. The definition, not the way to
-        compute.
+        """The mask as a bool tensor (Sq, Sk): True where the query
+        sees the key. The definition, not the way to compute.
 
         right: keys after its own position that a query sees; None is 0 under a causal mask and all without one.
 
@@ -201,8 +201,8 @@ class RangeWindows:
 
     @outside_autocast
     def attention_mass(self, q, k, causal=True, scale=None, rows=64, seed=0, per_head=False):
-        """How much probability these windows drop: the mean over sampled rows of what full attention gives to hidden
-        keys.
+        """How much probability these windows drop: the mean over
+        sampled rows of what full attention gives to hidden keys.
 
         Args:
             q: (B, Hq, Sq, D). k: (B, Hkv, Sk, D). causal, scale: as in attention.

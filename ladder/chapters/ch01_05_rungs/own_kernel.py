@@ -41,8 +41,8 @@ def time(attend, *, again=False):
     """Test and time ``attend(q, k, v)``, q, k, v (heads, tokens, head size), a launch of the reader's own kernel.
 
     Returns:
-        An OwnKernel to display; None where there is no CUDA device or nothing could be measured, with the reason
-        printed.
+        An OwnKernel to display; None where there is no CUDA device or
+        nothing could be measured, with the reason printed.
 
     Raises:
         TypeError: ``attend`` is no function that was written in a file or a notebook.

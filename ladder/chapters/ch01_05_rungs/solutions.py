@@ -45,8 +45,8 @@ def two_pass(q, k, v, tile_k):
 
 
 def fold(m, l, acc, scores, v):  # noqa: E741
-    """Fold scores (R, T) and values v (T, Dv) into the running maximum m (R,), sum l (R,) and accumulator acc (R,
-    Dv)."""
+    """Fold scores (R, T) and values v (T, Dv) into the running maximum
+    m (R,), sum l (R,) and accumulator acc (R, Dv)."""
     new_m = torch.maximum(m, scores.amax(dim=-1))
     finite = new_m.masked_fill(new_m == float("-inf"), 0.0)
     rescale = torch.exp(m - finite)

@@ -5,15 +5,15 @@ import torch
 
 
 def slots(block_table, positions, page_size):
-    """Slots (n,) in the flattened pool of the tokens at ``positions`` (n,) of a sequence with this row of the block
-    table."""
+    """Slots (n,) in the flattened pool of the tokens at ``positions``
+    (n,) of a sequence with this row of the block table."""
     page = block_table[positions // page_size].long()  # 32 bits hold a page's number, not every slot's
     return page * page_size + positions % page_size
 
 
 def merge_splits(parts, lses):
-    """(out (R, Dv), lse (R,)) from normalised parts (S, R, Dv) and their lses (S, R); a part with lse -inf may hold
-    anything."""
+    """(out (R, Dv), lse (R,)) from normalised parts (S, R, Dv) and
+    their lses (S, R); a part with lse -inf may hold anything."""
     top = lses.amax(dim=0)
     top = top.masked_fill(top == float("-inf"), 0.0)
     weights = torch.exp(lses - top)

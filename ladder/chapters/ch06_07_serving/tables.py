@@ -1,7 +1,7 @@
 """What chapters 06 and 07 do the same way: recorded decode, parity on a paged cache, experts, what each rung accepts.
 
-As in ``ladder.chapters.ch01_05_rungs.tables``, text that goes into an output holds booleans, shapes and recorded
-numbers only.
+As in ``ladder.chapters.ch01_05_rungs.tables``, text that goes into an
+output holds booleans, shapes and recorded numbers only.
 """
 
 
@@ -36,8 +36,8 @@ def numbers():
 
 
 def decode_problems():
-    """{label: DecodeProblem} of the table of decode cells: 32 query and 8 KV heads of 128, one new token, pages of
-    64."""
+    """{label: DecodeProblem} of the table of decode cells: 32 query
+    and 8 KV heads of 128, one new token, pages of 64."""
     return {label(problem): problem for problem in cells.decode_problems()}
 
 
@@ -250,8 +250,8 @@ def _calls():
 
 
 def try_heads(attention, num_heads, num_kv_heads, head_dim, head_dim_v, latent=False):
-    """Call ``attention`` on 3 queries and 5 keys: None when its answer is the float64 oracle's, else what a user
-    sees."""
+    """Call ``attention`` on 3 queries and 5 keys: None when its answer
+    is the float64 oracle's, else what a user sees."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, num_heads, 3, head_dim, generator=generator)
     k = torch.randn(1, num_kv_heads, 5, head_dim, generator=generator)
@@ -456,8 +456,8 @@ def permute(doc):
 
 @plots.styled
 def packed_rows(group, rows=16):
-    """Rows of decode tiles at one new token: a program for each query head (step 06), and one for the group (step
-    07)."""
+    """Rows of decode tiles at one new token: a program for each query
+    head (step 06), and one for the group (step 07)."""
     from matplotlib.patches import Rectangle
 
     figure, all_axes = plots.canvas(3.0, columns=2, width_ratios=[group, 1.6])

@@ -102,8 +102,8 @@ class PageExplorer(Explorer):
         self.start([self.event, self.page_size])
 
     def cache(self):
-        """(PagedKVCache after the events, what went wrong or None). A token's key is its position plus 100 x
-        sequence."""
+        """(PagedKVCache after the events, what went wrong or None). A
+        token's key is its position plus 100 x sequence."""
         from ladder.step06_paged import PagedKVCache
 
         size = self.page_size.value
@@ -193,8 +193,8 @@ class PageExplorer(Explorer):
 
 
 class SplitExplorer(Explorer):
-    """How many programs a decode step starts, how they fill the processors, and which number of splits the rung
-    chooses.
+    """How many programs a decode step starts, how they fill the
+    processors, and which number of splits the rung chooses.
 
     Numbers come from the rung's own ``choose_num_splits``; "packed" gives one program a KV head, as step 07 does.
     """

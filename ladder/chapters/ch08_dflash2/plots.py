@@ -69,8 +69,8 @@ def draw_balances(axes, values, chosen):
 
 @plots.styled
 def pipelines(step_clocks, kinds=schedules.PIPELINES, steps=5, title="", note=""):
-    """The first steps of each kind of loop on two lanes, tensor cores and softmax; the share of time the former
-    work."""
+    """The first steps of each kind of loop on two lanes, tensor cores
+    and softmax; the share of time the former work."""
     figure, axes = plots.canvas(1.25 + 1.12 * len(kinds), rows=len(kinds), sharex=True)
     axes = np.atleast_1d(axes)
     for axis, kind in zip(axes, kinds):

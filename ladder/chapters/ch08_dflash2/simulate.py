@@ -1,5 +1,5 @@
-"""Who computes which tile when: small exact simulations of a grid of tiles, of two units that must overlap, of split
-decode.
+"""Who computes which tile when: small exact simulations of a grid of
+tiles, of two units that must overlap, of split decode.
 
 Times are in steps: the time that one tile of keys takes. Nothing here is measured; what it predicts is compared with
 the record in chapter 08.
@@ -56,8 +56,8 @@ ORDERS = {
 
 
 def take_next(tiles, programs, overhead) -> list[Piece]:
-    """Whoever is free first takes the next tile: what the hardware does with a grid of tiles, and what a shared counter
-    does."""
+    """Whoever is free first takes the next tile: what the hardware
+    does with a grid of tiles, and what a shared counter does."""
     free = [(0.0, p) for p in range(programs)]
     pieces = []
     for tile in tiles:
@@ -69,8 +69,8 @@ def take_next(tiles, programs, overhead) -> list[Piece]:
 
 
 def fixed_stride(tiles, programs, overhead, snake=False) -> list[Piece]:
-    """Program p takes tiles p, p + programs, p + 2 programs, ...; with ``snake`` every second row of them runs
-    backwards."""
+    """Program p takes tiles p, p + programs, p + 2 programs, ...; with
+    ``snake`` every second row of them runs backwards."""
     free, pieces = [0.0] * programs, []
     for i, tile in enumerate(tiles):
         turn, program = divmod(i, programs)
@@ -205,8 +205,8 @@ def overlap_prediction(head_dim, head_dim_v, kind, steps=256) -> float:
 
 
 def split_tiles(lengths, kv_heads, splits, *, keys=64) -> list[Tile]:
-    """Decode tasks: every sequence and KV head in ``splits`` parts (an int, or one for each sequence) of whole key
-    tiles."""
+    """Decode tasks: every sequence and KV head in ``splits`` parts (an
+    int, or one for each sequence) of whole key tiles."""
     counts = [splits] * len(lengths) if isinstance(splits, int) else list(splits)
     tasks = []
     for seq, (length, count) in enumerate(zip(lengths, counts)):

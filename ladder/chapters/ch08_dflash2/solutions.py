@@ -1,5 +1,5 @@
-"""One right answer to each exercise of chapter 08. Try first: ``ladder.chapters.ch01_05_rungs.exercises.hint`` gives
-away less."""
+"""One right answer to each exercise of chapter 08. Try first:
+``ladder.chapters.ch01_05_rungs.exercises.hint`` gives away less."""
 
 import heapq
 
@@ -27,8 +27,8 @@ def visited(first, last, sink, window, block_n):
 
 
 def merge_with_sink(outs, lses, sink):
-    """(out (R, Dv), lse (R,)) of n splits, outs (n, R, Dv) and lses (n, R), with one more logit sink (R,) that has no
-    value."""
+    """(out (R, Dv), lse (R,)) of n splits, outs (n, R, Dv) and lses
+    (n, R), with one more logit sink (R,) that has no value."""
     logits = torch.cat([lses, sink[None]])
     top = logits.amax(0)
     finite = top.masked_fill(top == float("-inf"), 0.0)

@@ -71,8 +71,8 @@ HEADLINE = [
 
 
 def step_07_rows(v1, doc=None):
-    """[(problem, step 07's row, FlashAttention-3's row or None)] of causal prefill, from step 08's run where it has
-    them."""
+    """[(problem, step 07's row, FlashAttention-3's row or None)] of
+    causal prefill, from step 08's run where it has them."""
     found = []
     for problem in HEADLINE:
         for source in (doc, v1):
@@ -216,8 +216,8 @@ def _word(verdict):
 # What arithmetic alone says of a variant, as a factor over the one it builds on, for rows that do not say it
 # themselves.
 def predicted_gain(impl, case):
-    """The factor that the models of ``simulate`` predict for a variant on a prefill case; None where they say
-    nothing."""
+    """The factor that the models of ``simulate`` predict for a variant
+    on a prefill case; None where they say nothing."""
     one, two, ahead = (schedules.overlap_prediction(case["D"], case["Dv"], kind) for kind in schedules.PIPELINES)
     gains = {"hopper_base": two / one, "+overlap": ahead / two, "+pingpong": 1.0}
     if impl in gains:
@@ -321,8 +321,8 @@ def _problem(case):
 
 
 def fusion(doc=None):
-    """What the fused calls save in launches and bytes beside PyTorch's chains, and what that gave, as a Markdown
-    table."""
+    """What the fused calls save in launches and bytes beside PyTorch's
+    chains, and what that gave, as a Markdown table."""
     doc = doc or record("step08_fusion")
     if doc is None:
         return missing("step08_fusion")
@@ -591,8 +591,8 @@ def projection_bytes(tokens, num_heads, num_kv_heads, head_dim, hidden, itemsize
 
 
 def projection_table(hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, limits=None):
-    """What one launch, and a product with one pass, should gain over three at this machine's limits, as a Markdown
-    table."""
+    """What one launch, and a product with one pass, should gain over
+    three at this machine's limits, as a Markdown table."""
     limits = limits or results.load(V1)["limits"]
     lines = [
         "| new tokens | the product moves | and is bound by | passes apart move | product and one pass: predicted gain "

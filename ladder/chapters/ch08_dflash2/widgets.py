@@ -1,5 +1,5 @@
-"""Explorers of chapter 08: schedules of tiles, tensor cores beside softmax, range windows, and the roofline of
-prefill."""
+"""Explorers of chapter 08: schedules of tiles, tensor cores beside
+softmax, range windows, and the roofline of prefill."""
 
 import functools
 from importlib import resources
@@ -18,8 +18,8 @@ from . import simulate as schedules
 
 
 class ScheduleExplorer(Explorer):
-    """132 programs and a batch of tiles: which program computes which tile when, under three orders and four
-    assignments.
+    """132 programs and a batch of tiles: which program computes which
+    tile when, under three orders and four assignments.
 
     A tile costs one step for each tile of keys it visits, and ``overhead`` steps for what surrounds the loop: loading
     Q, filling the pipeline, storing. A persistent program hides two thirds of that behind its neighbours. Everything
@@ -146,8 +146,8 @@ def _is_here(name):
 
 
 class WindowExplorer(Explorer):
-    """What a range window saves and what it costs: tiles visited, and the probability that real heads give to hidden
-    keys.
+    """What a range window saves and what it costs: tiles visited, and
+    the probability that real heads give to hidden keys.
 
     The heads are those of small trained models: all-MiniLM-L6-v2, with a causal mask put on it, and where its tensors
     are at hand the causal tiny-moe; 512 tokens. "noise" draws q and k at random, whose attention is spread evenly.

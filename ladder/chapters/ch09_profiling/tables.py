@@ -33,8 +33,8 @@ GAINS = (1.5, 2.0, 4.0, math.inf)  # of a kernel, as the figures show them
 
 
 def end_to_end(share, gain):
-    """How many times as fast the whole is when a part that takes ``share`` (0 .. 1) of its time becomes ``gain`` x as
-    fast.
+    """How many times as fast the whole is when a part that takes
+    ``share`` (0 .. 1) of its time becomes ``gain`` x as fast.
 
     Amdahl, "Validity of the single processor approach" (1967). ``gain`` may be infinite, and below 1 for a slower part.
 
@@ -50,14 +50,14 @@ def end_to_end(share, gain):
 
 
 def share_of(total, gain):
-    """The share of the time that a part must have had when making it ``gain`` x as fast made the whole ``total`` x as
-    fast."""
+    """The share of the time that a part must have had when making it
+    ``gain`` x as fast made the whole ``total`` x as fast."""
     return (1 - 1 / total) / (1 - 1 / gain)
 
 
 def kernel_gain(doc, seqlen=16384, old="step07_dflash1", new="step08_dflash2"):
-    """Recorded gain of a rung over another on one causal prompt of 16 heads of 128 in bf16; None where one is
-    missing."""
+    """Recorded gain of a rung over another on one causal prompt of 16
+    heads of 128 in bf16; None where one is missing."""
     problem = AttentionProblem(
         B=max(1, 16384 // seqlen), Sq=seqlen, Sk=seqlen, Hq=16, Hkv=16, D=128, Dv=128, causal=True, dtype="bfloat16"
     )
@@ -224,8 +224,8 @@ def shares_picture(names=("fused", "eager", "eager_named")):
 
 
 def launched():
-    """{rung number: [names of Triton kernels that it launches]}, read from the sources: no GPU, and no Triton, is
-    needed.
+    """{rung number: [names of Triton kernels that it launches]}, read
+    from the sources: no GPU, and no Triton, is needed.
 
     A kernel is launched by ``name[grid](...)``, or through a variable that an attribute of the module of kernels, or an
     import into a host file, was given to.
@@ -274,8 +274,8 @@ def held(lengths=(512, 1024, 2048)):
 
 @plots.styled
 def memory_over_time(seqlen=2048):
-    """Memory of this process while rungs 01 and 03 run one after the other, read every few milliseconds, as a
-    Picture."""
+    """Memory of this process while rungs 01 and 03 run one after the
+    other, read every few milliseconds, as a Picture."""
     q, k, v = AttentionProblem(Hq=8, Hkv=8, Sq=seqlen, Sk=seqlen, D=32, Dv=32, dtype="float32").make()
     figure, axes = plots.canvas(3.0)
     for rung, colour, style in ((RUNGS[0], plots.ORANGE, "-"), (RUNGS[2], plots.BLUE, "--")):

@@ -95,8 +95,8 @@ def _strict_copies(answer):
 
 
 def pour(tokens, levels):
-    """Pour `tokens` over GPUs that already stand at `levels`, lowest first, until they are level (fractions
-    allowed)."""
+    """Pour `tokens` over GPUs that already stand at `levels`, lowest
+    first, until they are level (fractions allowed)."""
     low = np.sort(levels)
     for n in range(1, len(low) + 1):
         height = (tokens + low[:n].sum()) / n

@@ -36,8 +36,8 @@ def at_once(total, fraction, weights, activations, page_bytes, page_size, tokens
 
 
 def chunks(prompts, chunk_tokens):
-    """Prefill steps, each [(prompt, tokens)], of prompts of given lengths in their order, packed into ``chunk_tokens``
-    a step."""
+    """Prefill steps, each [(prompt, tokens)], of prompts of given
+    lengths in their order, packed into ``chunk_tokens`` a step."""
     steps, room = [], 0
     for number, length in enumerate(prompts):
         while length:
@@ -51,8 +51,8 @@ def chunks(prompts, chunk_tokens):
 
 
 def latencies(times, began):
-    """(TTFT of the batch, median ITL) in seconds, from a list of token times for each request that came at
-    ``began``."""
+    """(TTFT of the batch, median ITL) in seconds, from a list of token
+    times for each request that came at ``began``."""
     firsts = [t[0] for t in times if t]
     gaps = [b - a for t in times for a, b in zip(t, t[1:])]
     return max(firsts) - began, statistics.median(gaps) if gaps else None

@@ -1,5 +1,5 @@
-"""What chapter 11 computes and reads: arithmetic of a served model, runs of the scheduler, the article's table beside
-ours.
+"""What chapter 11 computes and reads: arithmetic of a served model,
+runs of the scheduler, the article's table beside ours.
 
 Recorded files in ``notebooks/results``: ``engine`` (rows of ``python -m ladder.engine bench``: throughput, memory
 table, the dense control, peers) and ``engine_quality`` (``python -m ladder.engine quality``). Where a file or a
@@ -232,8 +232,8 @@ def concurrency(plan, tokens, page_size=64):
 
 
 def concurrency_table(tokens=4608, gpus=GPUS):
-    """Most requests of so many tokens at three memory fractions, by arithmetic, beside the article's, as a Markdown
-    table."""
+    """Most requests of so many tokens at three memory fractions, by
+    arithmetic, beside the article's, as a Markdown table."""
     spec = find("deepseek-v2-lite")
     weights = 2 * spec.parameters
     lines = [
@@ -257,8 +257,8 @@ def concurrency_table(tokens=4608, gpus=GPUS):
 
 
 def memory_recorded(doc=None):
-    """The recorded memory table: requests at once at each fraction, and whether anything ran out, as a Markdown
-    table."""
+    """The recorded memory table: requests at once at each fraction,
+    and whether anything ran out, as a Markdown table."""
     doc = doc or record("engine")
     rows = [e for e in doc["rows"] if "concurrency" in e and "mem_fraction" in e["case"]] if doc else []
     if not rows:
@@ -284,8 +284,8 @@ def memory_recorded(doc=None):
 
 @dataclass(frozen=True)
 class Served:
-    """What arithmetic needs of a model. Sizes of one layer on average; ``heads`` (q/k size, v size) of attention as it
-    runs.
+    """What arithmetic needs of a model. Sizes of one layer on average;
+    ``heads`` (q/k size, v size) of attention as it runs.
 
     Args:
         num_layers, num_heads: as they say. qk_dim, v_dim: sizes of a head in prefill. cache: numbers cached a token and
@@ -351,8 +351,8 @@ def _v2_lite(dense):
 
 
 def models():
-    """{name: Served} of the arithmetic: DeepSeek-V2-Lite, the same with every layer dense, and a dense 7B with grouped
-    heads."""
+    """{name: Served} of the arithmetic: DeepSeek-V2-Lite, the same
+    with every layer dense, and a dense 7B with grouped heads."""
     width, ffn, heads, kv, dim, layers, vocab = 3584, 18944, 28, 4, 128, 28, 152064  # Qwen2-7B, from its config.json
     seven = Served(
         layers, heads, dim, dim, 2 * kv * dim, False, width * dim * (2 * heads + 2 * kv), 3 * width * ffn, 0, 0, 0,
@@ -403,8 +403,8 @@ def share_table(lengths=(512, 4096, 16384, 131072), batch=8):
 
 
 def implied_throughput(ttft_ms, itl_ms, *, concurrency=8, output_len=512):
-    """Output tokens a second of a batch that starts together: first tokens after ``ttft_ms``, then one each
-    ``itl_ms``."""
+    """Output tokens a second of a batch that starts together: first
+    tokens after ``ttft_ms``, then one each ``itl_ms``."""
     return concurrency * output_len / (1e-3 * (ttft_ms + (output_len - 1) * itl_ms))
 
 
@@ -535,8 +535,8 @@ def training_lengths(path=TRAINING):
 
 
 def latency_table(doc=None, fusion=None):
-    """Where step 08 saves time between two tokens: what attention can explain, and what fused launches can, as a
-    Markdown table."""
+    """Where step 08 saves time between two tokens: what attention can
+    explain, and what fused launches can, as a Markdown table."""
     doc, fusion = doc or record("engine"), fusion or record("step08_fusion")
     old, new = served(doc, V1), served(doc, OURS)
     config = find(SERVED["model"]).config
@@ -648,8 +648,8 @@ def quality_table(doc=None):
 
 
 def quality_here(tokens=1024, window=64):
-    """{policy: bits per byte} of tiny-moe on a source file of this repository, computed here in float32 by step 08's
-    CPU path."""
+    """{policy: bits per byte} of tiny-moe on a source file of this
+    repository, computed here in float32 by step 08's CPU path."""
     from ladder.engine.quality import bits_per_byte
     from ladder.step08_dflash2 import RangeWindows
 

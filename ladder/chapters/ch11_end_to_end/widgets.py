@@ -1,5 +1,5 @@
-"""Explorers of chapters 09 and 11: the decision, Amdahl's law, the scheduler's timeline, the KV pool, attention's
-share."""
+"""Explorers of chapters 09 and 11: the decision, Amdahl's law, the
+scheduler's timeline, the KV pool, attention's share."""
 
 import math
 
@@ -23,8 +23,8 @@ def _log_slider(description, value, low, high, **options):
 
 
 class DecisionExplorer(Explorer):
-    """Is a better attention kernel worth it? The rule of ``python -m ladder.profile`` on numbers that the reader
-    sets."""
+    """Is a better attention kernel worth it? The rule of ``python -m
+    ladder.profile`` on numbers that the reader sets."""
 
     title = "decision"
     EXPERTS = {"mixture of experts": True, "dense": False, "I do not know": None}
@@ -68,8 +68,8 @@ class DecisionExplorer(Explorer):
         return profile.decide(self.found(), float(self.target_ms.value))
 
     def end_to_end(self, gain):
-        """x as fast, a whole batch, when attention becomes ``gain`` x as fast: what no kernel fills is not
-        shortened."""
+        """x as fast, a whole batch, when attention becomes ``gain`` x
+        as fast: what no kernel fills is not shortened."""
         found = self.found()
         return profiling.end_to_end(found.attention_share * found.busy_share, gain)
 
@@ -141,8 +141,8 @@ class AmdahlExplorer(Explorer):
 
 
 class TimelineExplorer(Explorer):
-    """Continuous batching as it happens: the engine's own scheduler and page pool, with tokens counted and not
-    computed."""
+    """Continuous batching as it happens: the engine's own scheduler
+    and page pool, with tokens counted and not computed."""
 
     title = "timeline of the scheduler"
     # name: (step of arrival, prompt tokens, answer tokens) of each request
@@ -199,8 +199,8 @@ class TimelineExplorer(Explorer):
 
 
 class PoolExplorer(Explorer):
-    """Memory of a GPU that serves DeepSeek-V2-Lite: what is left for the KV pool, and how many requests that holds.
-    Arithmetic."""
+    """Memory of a GPU that serves DeepSeek-V2-Lite: what is left for
+    the KV pool, and how many requests that holds. Arithmetic."""
 
     title = "KV pool and concurrency"
 
@@ -273,8 +273,8 @@ class PoolExplorer(Explorer):
 
 
 class ShareExplorer(Explorer):
-    """Attention's share of the time against context, from FLOPs (prefill) and bytes (decode), and what a kernel then
-    gives."""
+    """Attention's share of the time against context, from FLOPs
+    (prefill) and bytes (decode), and what a kernel then gives."""
 
     title = "attention's share by arithmetic"
 

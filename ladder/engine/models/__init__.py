@@ -1,5 +1,5 @@
-"""The models that the engine serves: what each weighs, what it caches for a token, and how its weights and text are
-read."""
+"""The models that the engine serves: what each weighs, what it caches
+for a token, and how its weights and text are read."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -171,8 +171,8 @@ def find(name, checkpoint=None):
     """The ``Spec`` of a model by name; ``checkpoint`` is a folder (deepseek-v2-lite) or file (tiny-moe) of weights.
 
     Raises:
-        ValueError: there is no such model, or its files say what it cannot be. FileNotFoundError: there are no such
-        weights.
+        ValueError: there is no such model, or its files say what it
+        cannot be. FileNotFoundError: there are no such weights.
     """
     if name == "tiny-moe":
         path = Path(checkpoint or tiny_moe.WEIGHTS)

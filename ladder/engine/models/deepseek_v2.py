@@ -214,8 +214,8 @@ class MLP(nn.Module):
 
 
 class MoE(nn.Module):
-    """Experts as two stacks; the last ``num_shared`` are everyone's. ``bias`` (experts,): on the choice of experts, or
-    None."""
+    """Experts as two stacks; the last ``num_shared`` are everyone's.
+    ``bias`` (experts,): on the choice of experts, or None."""
 
     parallel = bias = None
 
@@ -287,8 +287,8 @@ class DeepseekV2(nn.Module):
 
 
 def empty(config, dtype, device, parallel=None):
-    """The model with uninitialised weights on ``device``, and its table of rotary positions; a rank's part with
-    ``parallel``."""
+    """The model with uninitialised weights on ``device``, and its
+    table of rotary positions; a rank's part with ``parallel``."""
     with torch.device("meta"):
         model = DeepseekV2(config)
     model = parallel.shrink(model) if parallel else model

@@ -74,8 +74,8 @@ class Attention(nn.Module):
 
 
 class MoE(nn.Module):
-    """A router, its experts and one expert that every token uses. ``bias`` (experts,): on the choice of experts, or
-    None."""
+    """A router, its experts and one expert that every token uses.
+    ``bias`` (experts,): on the choice of experts, or None."""
 
     parallel = bias = None
 

@@ -63,8 +63,8 @@ class Compiled:
 
     @property
     def hot_loop_spills(self):
-        """Spills in the shortest loops with products and exponentials, where no tile is masked: those cost all the
-        time."""
+        """Spills in the shortest loops with products and exponentials,
+        where no tile is masked: those cost all the time."""
         code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;\n]*);", self.sass)]
         place = {at: i for i, (at, _) in enumerate(code)}
         ends = ((re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text), i) for i, (_, text) in enumerate(code))

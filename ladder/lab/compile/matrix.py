@@ -6,12 +6,12 @@ Where the kernels come from: a rung that has Triton kernels has a module ``cases
 
     compile_cases(shared_memory_bytes, capability, *, thorough=False)
 
-that yields ``(name, kernel, args, kwargs)``: a name for the table, the ``triton.jit`` function, and the arguments of a
-launch as the rung itself makes it on a processor with that much shared memory and that compute capability. Tensors are
-made on the meta device, so shapes cost nothing. A rung that gets such a module is found by itself. It may also have
-``KNOWN_SPILLS``, rows (target, start of a name, most bytes of stack, reason): kernels that spill under some compiler
-and ship all the same, because what does not spill was measured to be slower. They are listed at the end, with the
-reason.
+that yields ``(name, kernel, args, kwargs)``: a name for the table, the ``triton.jit`` function, and
+the arguments of a launch as the rung itself makes it on a processor with that much shared memory and
+that compute capability. Tensors are made on the meta device, so shapes cost nothing. A rung that
+gets such a module is found by itself. It may also have ``KNOWN_SPILLS``, rows (target, start of a
+name, most bytes of stack, reason): kernels that spill under some compiler and ship all the same,
+because what does not spill was measured to be slower. They are listed at the end, with the reason.
 
 Each version of Triton is installed by pip into a folder of its own and used by a subprocess that has this folder at the
 front of its path, so the environment stays as it is.

@@ -45,8 +45,8 @@ def fused_qkv_rope_append(
         out: (T, Hq, D) for the queries, any strides. None allocates.
         workspace: a ``DecodeWorkspace`` for partial sums, which calls on one stream may share. None allocates. Not used
             under ``torch.compile``, which plans memory itself.
-        fused: True: one launch for all; False: a library's product, then one pass; None: True up to
-        ``ONE_LAUNCH_TOKENS`` tokens.
+        fused: True: one launch for all; False: a library's product,
+        then one pass; None: True up to ``ONE_LAUNCH_TOKENS`` tokens.
 
     Returns:
         q (T, Hq, D). Norm and rotation are float32; with one launch so is what enters them. A position outside the
@@ -276,23 +276,9 @@ def _qkv_rope_append_op(
     num_heads: int, eps: float, interleaved: bool, fused: bool | None,
 ) -> None:  # fmt: skip
     _qkv_rope_append(
-        x,
-        weight,
-        bias,
-        q_norm,
-        k_norm,
-        cos,
-        sin,
-        positions,
-        slots,
-        k_cache,
-        v_cache,
-        out,
-        num_heads,
-        eps,
-        interleaved,
-        fused,
-    )
+        x, weight, bias, q_norm, k_norm, cos, sin, positions, slots, k_cache, v_cache, out, num_heads, eps,
+        interleaved, fused,
+    )  # fmt: skip
 
 
 @torch.library.custom_op("ladder::dflash2_mla_append", mutates_args=("latent_cache", "out"))

@@ -1,9 +1,9 @@
 """A whole attention block in step 08's schedule: what a decoder layer does up to its experts, in five launches or six.
 
 add and norm -> projection, rotation, cache -> attention -> output projection -> add, norm, router. Rows are few in
-decode: there the first product, its epilogue and the append are one kernel, and so are norm, gate, choice and counts
-behind it, as far as one kernel was measured to be faster than two: see ``ONE_LAUNCH_TOKENS`` and ``REREAD_BYTES`` in
-``launch``.
+decode: there the first product, its epilogue and the append are one kernel, and so
+are norm, gate, choice and counts behind it, as far as one kernel was measured to
+be faster than two: see ``ONE_LAUNCH_TOKENS`` and ``REREAD_BYTES`` in ``launch``.
 """
 
 from dataclasses import dataclass, fields
@@ -69,8 +69,8 @@ class Router:
 
 
 class BlockOutput(NamedTuple):
-    """What the experts (or a dense MLP) take on: see ``fused_norm_router``. The last three are None without a
-    router."""
+    """What the experts (or a dense MLP) take on: see
+    ``fused_norm_router``. The last three are None without a router."""
 
     normed: torch.Tensor
     residual: torch.Tensor
@@ -80,8 +80,8 @@ class BlockOutput(NamedTuple):
 
 
 class _Block(nn.Module):
-    """What both kinds of block share: parameters without gradients, the norm before, the projection and router
-    behind."""
+    """What both kinds of block share: parameters without gradients,
+    the norm before, the projection and router behind."""
 
     def __init__(
         self, hidden, attended, num_heads, *, norm_eps, scale, windows, softcap, sinks, router, dtype, device, **flags

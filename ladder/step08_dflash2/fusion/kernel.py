@@ -1,10 +1,10 @@
-"""Device code of step 08's coarse fusion: what stands before attention and after it, with no intermediate result in
-memory.
+"""Device code of step 08's coarse fusion: what stands before attention
+and after it, with no intermediate result in memory.
 
-A product with few rows is bound by the bytes of its weight, so it is cut into many programs: tiles of columns times
-splits of the inner dimension. Each leaves a float32 partial sum; whoever arrives last at a unit (a head, a latent, a
-tile of rows) adds the partial sums in a fixed order and finishes the unit: norm, rotation, cache; or scores and choice.
-Bits repeat.
+A product with few rows is bound by the bytes of its weight, so it is cut into many programs:
+tiles of columns times splits of the inner dimension. Each leaves a float32 partial sum;
+whoever arrives last at a unit (a head, a latent, a tile of rows) adds the partial sums in a
+fixed order and finishes the unit: norm, rotation, cache; or scores and choice. Bits repeat.
 """
 
 import triton
@@ -219,8 +219,8 @@ def dflash2_rope_append(
     HEAD_DIM: tl.constexpr, ROT: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Many tokens: the pass behind a library's product; heads in turn share the angles; grid (token tiles, head
-    tiles)."""
+    """Many tokens: the pass behind a library's product; heads in turn
+    share the angles; grid (token tiles, head tiles)."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     token_ok = token < tokens
     cos, sin = dflash2_angles(cos_ptr, sin_ptr, positions_ptr, token, token_ok, max_positions, ROT, HALF)
@@ -281,8 +281,8 @@ def dflash2_finish_latent(
     RANK: tl.constexpr, BLOCK_R: tl.constexpr, ROT: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """The latents of some tokens: norm of the first RANK columns, rotation of the others, to their slots of the
-    cache."""
+    """The latents of some tokens: norm of the first RANK columns,
+    rotation of the others, to their slots of the cache."""
     column = tl.arange(0, BLOCK_R)
     mask = token_ok[:, None] & (column < RANK)[None, :]
     offsets = row_offsets[:, None] + column.to(tl.int64)[None, :] * stride_c
@@ -486,11 +486,11 @@ def dflash2_norm_router(
     TOPK_GROUPS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_TOPK: tl.constexpr, SIGMOID: tl.constexpr, TOP2: tl.constexpr,
     RENORMALIZE: tl.constexpr, ONE_TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gate product, scores, choice and counts, with NORM the add and norm before; grid (row tiles * expert TILES *
-    splits,).
+    """Gate product, scores, choice and counts, with NORM the add and
+    norm before; grid (row tiles * expert TILES * splits,).
 
-    With NORM every program reads its rows whole for the sum of squares (few rows: they lie in L2), but stores only its
-    split.
+    With NORM every program reads its rows whole for the sum of squares
+    (few rows: they lie in L2), but stores only its split.
     """
     pid = tl.program_id(0)
     row_tile, pid = pid % row_tiles, pid // row_tiles

@@ -3,9 +3,9 @@ launch where rows are few, in a library's product and one pass where they are ma
 
 Where the line lies is arithmetic. A product of T rows does T FLOP for each byte of its weight (two bytes an element),
 and a GPU that multiplies at 793 TFLOP/s and reads 4.4 TB/s can do 180. Of few rows the weight's bytes are all that
-counts: one kernel streams them once and finishes in the same launch. Of more than ``FEW_TOKENS`` it would stream them
-again for every tile of 64 rows. Measured, the library's product and one pass over its result win earlier, from
-``ONE_LAUNCH_TOKENS`` on.
+counts: one kernel streams them once and finishes in the same launch. Of more than
+``FEW_TOKENS`` it would stream them again for every tile of 64 rows. Measured, the
+library's product and one pass over its result win earlier, from ``ONE_LAUNCH_TOKENS`` on.
 """
 
 import torch
@@ -22,8 +22,8 @@ REREAD_BYTES = 1 << 17
 
 
 def few_rows_to_route(x, residual):
-    """Whether norm and router take one launch: every program reads all rows, which must cost less than a second
-    launch."""
+    """Whether norm and router take one launch: every program reads all
+    rows, which must cost less than a second launch."""
     row_bytes = x.shape[1] * x.element_size() * (1 if residual is None else 2)
     return x.shape[0] <= min(FEW_TOKENS, REREAD_BYTES // row_bytes)
 
@@ -31,8 +31,8 @@ def few_rows_to_route(x, residual):
 def projection_config(tokens, units, unit_columns, inner, itemsize, num_processors):
     """Tiles and splits of a product with few rows, ``units`` groups of ``unit_columns`` output columns.
 
-    Two programs for each processor or more keep enough of the weight in flight; a split shorter than two tiles would
-    not.
+    Two programs for each processor or more keep enough of the weight
+    in flight; a split shorter than two tiles would not.
     """
     block_t = max(16, min(64 if itemsize == 2 else 32, power(tokens)))
     block_n = next((n for n in (64, 32, 16) if unit_columns % n == 0), 32)
@@ -58,8 +58,8 @@ def pass_config(tokens, units, head_dim, num_processors):
 
 
 def router_config(tokens, num_experts, hidden, num_groups, itemsize, same_dtype, one_launch, num_processors):
-    """Tiles and splits of the router: programs score a tile of experts for a tile of rows over a part of the hidden
-    columns.
+    """Tiles and splits of the router: programs score a tile of experts
+    for a tile of rows over a part of the hidden columns.
 
     Few rows: narrow tiles, because whoever finishes a row tile reads all its partial sums alone. Many: 64 rows by all
     experts, as far as registers allow, so that neither rows nor gate are read more often than they must.
@@ -96,8 +96,8 @@ def per_split(inner, splits, config):
 
 
 def scratch(workspace, x, splits, tiles, elements, counters):
-    """Float32 partial sums and counters of a launch, out of ``workspace`` or new; zeroed counters, if any will be
-    counted."""
+    """Float32 partial sums and counters of a launch, out of
+    ``workspace`` or new; zeroed counters, if any will be counted."""
     elements *= splits
     if workspace is not None:
         return workspace.reserve(elements, counters)

@@ -36,9 +36,9 @@ def rope_tables(head_dim, max_positions, theta=None, scaling=None, *, device="cp
         device: of the tables.
 
     Returns:
-        cos, sin: (max_positions, head_dim / 2) float32, YaRN's attention factor multiplied in. Angles are computed in
-        float64, so that position 128k is as exact as position 1. DeepSeek's models also scale their softmax: see
-        ``yarn_mscale``.
+        cos, sin: (max_positions, head_dim / 2) float32, YaRN's attention factor
+        multiplied in. Angles are computed in float64, so that position 128k is as exact
+        as position 1. DeepSeek's models also scale their softmax: see ``yarn_mscale``.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what is wanted.

@@ -40,12 +40,12 @@ def fused_norm_router(
     Returns:
         normed: (T, hidden). residual_out: (T, hidden), x + residual rounded to their dtype, which is what is normed; x
         itself without residual. topk_weights: (T, top_k) float32, best first. topk_ids: (T, top_k) int32.
-        expert_counts: (E,) int32, assignments of each expert. ``ladder.step07_dflash1.group_tokens(topk_ids, E)`` sorts
-        them.
+        expert_counts: (E,) int32, assignments of each expert.
+        ``ladder.step07_dflash1.group_tokens(topk_ids, E)`` sorts them.
 
-        The product takes the rounded ``normed`` and sums in float32. Of equal scores the lowest expert wins; where a
-        softmax or sigmoid saturates, logits still tell experts apart. NaN ranks first, as in ``torch.topk``, so it
-        shows.
+        The product takes the rounded ``normed`` and sums in float32. Of equal scores
+        the lowest expert wins; where a softmax or sigmoid saturates, logits still
+        tell experts apart. NaN ranks first, as in ``torch.topk``, so it shows.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what is wanted. NotImplementedError: sizes, gradients.

@@ -1,5 +1,5 @@
-"""Launching the Hopper kernel of paged GQA decode: what it can take, and how the batch is cut. Needs CUDA of capability
-9.0."""
+"""Launching the Hopper kernel of paged GQA decode: what it can take,
+and how the batch is cut. Needs CUDA of capability 9.0."""
 
 import functools
 
@@ -19,8 +19,8 @@ MAXNREG = 128  # and its registers
 
 
 def supports_decode(call):
-    """None when the Hopper decode kernel takes this ``decision.DecodeCall``, else the reason in words why it does
-    not."""
+    """None when the Hopper decode kernel takes this
+    ``decision.DecodeCall``, else the reason in words why it does not."""
     (q_shape, q_strides, _), head_dim_v, page_size = call.q, call.v[0][3], call.k[0][1]
     if not pays(q_shape[3], q_shape[1] * (q_shape[2] // call.k[0][2]), page_size):
         return f"heads of {q_shape[3]} in pages of {page_size} are faster with this one"
@@ -60,8 +60,8 @@ def plan_decode(batch, rows, num_kv_heads, capacity, processors, num_kv_splits):
 
 
 def describe_decode(p, plan):
-    """Sentences about how a problem (fields of ``ladder.lab.decode_problem.DecodeProblem``) is launched by a
-    ``plan_decode``."""
+    """Sentences about how a problem (fields of
+    ``ladder.lab.decode_problem.DecodeProblem``) is launched by a ``plan_decode``."""
     rows, (row_tiles, found, slots, _, target, _) = p.q_len * (p.Hq // p.Hkv), plan
     lines = [
         "Kernel: dflash2_decode_hopper, Gluon for sm_90 (TMA, wgmma, specialised warps).",

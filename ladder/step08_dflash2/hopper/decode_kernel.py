@@ -180,8 +180,8 @@ def dflash2_decode_produce(
     k_desc, v_desc, memory, lengths, pages_ptr, counter_ptr, stride_pages, num_kv_heads, row_tiles,
     D: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, FOUND: gl.constexpr, BLOCK_B: gl.constexpr,
 ):  # fmt: skip
-    """The producer's warp: cuts the batch, draws work items, tells the consumers of them, and issues the copies of K
-    and V."""
+    """The producer's warp: cuts the batch, draws work items, tells the
+    consumers of them, and issues the copies of K and V."""
     anchor = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     heads = num_kv_heads * row_tiles  # tiles that share keys run side by side, then heads that are neighbours in memory
     chunk, slots, each = dflash2_decode_cut(lengths, FOUND, BLOCK_B)
@@ -251,9 +251,9 @@ def dflash2_decode_merge(
     stride_om, stride_oh, GROUP: gl.constexpr, D: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
     SOME: gl.constexpr, DT: gl.constexpr,
 ):  # fmt: skip
-    """The last split of a sequence to finish merges all; of very many, the last of some neighbours merges those, and
-    the last of these the rest: a long sequence among short ones has over a hundred, which one program would read in
-    turn.
+    """The last split of a sequence to finish merges all; of very many, the last of
+    some neighbours merges those, and the last of these the rest: a long sequence
+    among short ones has over a hundred, which one program would read in turn.
     """
     SPLITS: gl.constexpr = 64 // SOME  # under way together, of SOME rows
     together = gl.where(splits > 4 * SPLITS, SPLITS, splits)
@@ -352,8 +352,8 @@ def dflash2_decode_consume(
     HAS_SINKS: gl.constexpr,
     HAS_LSE: gl.constexpr, MERGE_ROWS: gl.constexpr, DT: gl.constexpr,
 ):  # fmt: skip
-    """The warp group that computes: 64 rows of a work item against each of its tiles, then the output or a part of
-    it."""
+    """The warp group that computes: 64 rows of a work item against
+    each of its tiles, then the output or a part of it."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)

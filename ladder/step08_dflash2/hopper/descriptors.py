@@ -1,5 +1,5 @@
-"""What the launches of all Hopper kernels share: TMA descriptors, what they cannot describe, the ticket counter, and
-splits."""
+"""What the launches of all Hopper kernels share: TMA descriptors, what
+they cannot describe, the ticket counter, and splits."""
 
 import functools
 
@@ -10,8 +10,8 @@ _counters = {}
 
 
 def place(x):
-    """What the copy engine asks of a tensor: its shape, its strides, and whether it begins at a multiple of 16
-    bytes."""
+    """What the copy engine asks of a tensor: its shape, its strides,
+    and whether it begins at a multiple of 16 bytes."""
     return x.shape, x.stride(), x.data_ptr() % 16 == 0
 
 
@@ -75,8 +75,8 @@ def counter(device):
 
 
 def most_splits(tiles, min_tiles):
-    """Splits of a sequence of so many tiles when it is cut as finely as allowed: to the nearest, as the device does
-    it."""
+    """Splits of a sequence of so many tiles when it is cut as finely
+    as allowed: to the nearest, as the device does it."""
     return max(1, (2 * tiles + min_tiles) // (2 * min_tiles))
 
 

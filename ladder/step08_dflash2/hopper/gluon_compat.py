@@ -13,8 +13,8 @@ aggregate = getattr(gluon, "aggregate", None) or triton_core._aggregate
 
 
 def record(name, fields):
-    """An aggregate called ``name`` whose ``fields``, a string of names, are given in that order: any values of a
-    kernel."""
+    """An aggregate called ``name`` whose ``fields``, a string of
+    names, are given in that order: any values of a kernel."""
     fields = fields.split()
 
     def __init__(self, *values):

@@ -137,11 +137,11 @@ def dflash2_mla_merge(
     num_heads, q_len, first_row, stride_ob, stride_om, stride_oh, ROWS: gl.constexpr, COLUMN: gl.constexpr,
     COLUMNS: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
-    """The last of eight neighbouring splits to finish merges the eight, and the last of a sequence's eights all of
-    them.
+    """The last of eight neighbouring splits to finish merges the
+    eight, and the last of a sequence's eights all of them.
 
-    So no program has much to merge, even where one long sequence has most of the splits. One warp group's work, of its
-    COLUMNS.
+    So no program has much to merge, even where one long sequence has
+    most of the splits. One warp group's work, of its COLUMNS.
     """
     groups = (splits + TOGETHER - 1) // TOGETHER
     start = split // TOGETHER * TOGETHER

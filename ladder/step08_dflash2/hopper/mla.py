@@ -1,5 +1,5 @@
-"""Launching the Hopper kernels of MLA's latent decode: what they can take, which of the two, and how the batch is
-cut."""
+"""Launching the Hopper kernels of MLA's latent decode: what they can
+take, which of the two, and how the batch is cut."""
 
 import functools
 
@@ -47,8 +47,8 @@ def plan_mla(batch, rows, capacity, processors, num_kv_splits, tile=MLA_TILE):
 
 
 def mla_design(rows):
-    """(kernel, rows of its tile) for a sequence of so many query rows. It depends on nothing else: so fixed splits give
-    fixed bits.
+    """(kernel, rows of its tile) for a sequence of so many query rows.
+    It depends on nothing else: so fixed splits give fixed bits.
 
     "few": ``mla_few_kernel``; "many": ``mla_kernel``.
     """

@@ -1,5 +1,5 @@
-"""Device code of MLA's latent decode for sm_90 with few query rows, in Gluon: memory binds, so all is done to keep it
-busy.
+"""Device code of MLA's latent decode for sm_90 with few query rows, in
+Gluon: memory binds, so all is done to keep it busy.
 
 The products are turned round: keys, and then value columns, are the 64 rows that a tensor-core instruction wants, and
 the 16 or 32 query rows are its columns. So nothing is padded, the 512 columns of output of a row fit the registers of
@@ -68,8 +68,8 @@ def dflash2_mla_few_copy(k_desc, k_smem, k_full, slot, pages, tile, piece, PAGE:
 
 @gluon.jit
 def dflash2_mla_few_touch(pages_ptr, stride_pages, seq, batch, capacity, PAGE: gl.constexpr):
-    """Ask for the block table's row of a sequence before the lengths say which part is wanted: of 32 pages a line, a
-    lane each."""
+    """Ask for the block table's row of a sequence before the lengths
+    say which part is wanted: of 32 pages a line, a lane each."""
     page = 32 * gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     row = pages_ptr + gl.minimum(seq, batch - 1).to(gl.int64) * stride_pages
     # volatile: or the compiler would see that nobody reads it
@@ -81,8 +81,8 @@ def dflash2_mla_few_produce(
     q_desc, k_desc, memory, lengths, pages_ptr, counter_ptr, stride_pages, row_tiles,
     ROWS: gl.constexpr, SLOTS: gl.constexpr, PAGE: gl.constexpr, FOUND: gl.constexpr, BLOCK_B: gl.constexpr,
 ):  # fmt: skip
-    """Draw works, tell the consumers of them, and bring their Q and keys; the keys of a work come while the last is
-    computed."""
+    """Draw works, tell the consumers of them, and bring their Q and
+    keys; the keys of a work come while the last is computed."""
     anchor = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     dflash2_mla_few_touch(pages_ptr, stride_pages, gl.program_id(0) // row_tiles, lengths.batch, lengths.capacity, PAGE)
     chunk, slots, each = dflash2_decode_cut(lengths, FOUND, BLOCK_B)
@@ -150,8 +150,8 @@ def dflash2_mla_few_consume(
     HAS_LSE: gl.constexpr,
     SPLIT: gl.constexpr, MERGES: gl.constexpr, DT: gl.constexpr,
 ):  # fmt: skip
-    """The warp group that computes: ROWS rows of a work item against each of its tiles, then the output or a part of
-    it."""
+    """The warp group that computes: ROWS rows of a work item against
+    each of its tiles, then the output or a part of it."""
     # of scores and of output: rows are columns
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
@@ -293,19 +293,9 @@ def dflash2_mla_few_consume(
 
 @gluon.jit
 def dflash2_mla_few_store(
-    acc,
-    COLUMN: gl.constexpr,
-    factor,
-    call,
-    seq,
-    part,
-    splits,
-    first_row,
-    row,
-    rows,
-    ROWS: gl.constexpr,
+    acc, COLUMN: gl.constexpr, factor, call, seq, part, splits, first_row, row, rows, ROWS: gl.constexpr,
     LAYOUT: gl.constexpr,
-):
+):  # fmt: skip
     """Store 64 value columns of ROWS rows: into the output, or into a part of it in float32."""
     acc = acc * factor[None, :]
     column = COLUMN + gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))
@@ -335,8 +325,8 @@ def dflash2_mla_few_hopper(
     NEGATIVE: gl.constexpr,
     HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, MERGES: gl.constexpr, DT: gl.constexpr,
 ):  # fmt: skip
-    """ROWS rows (token, head) of one sequence over one split of its tiles a work; the programs draw works until none is
-    left.
+    """ROWS rows (token, head) of one sequence over one split of its
+    tiles a work; the programs draw works until none is left.
 
     A part of ``part_out`` (num parts, ROWS, 512) float32 and ``part_lse`` (num parts, ROWS), log2, is that of its work.
     With MERGES, the programs merge them, and ``arrivals`` (num parts) counts who is done; else ``meta`` (batch, 2)

@@ -1,19 +1,19 @@
-"""Device code of MLA's latent decode for sm_90 with many query rows, in Gluon: 64 rows on tiles of 64 latent keys of
-576 columns.
+"""Device code of MLA's latent decode for sm_90 with many query rows,
+in Gluon: 64 rows on tiles of 64 latent keys of 576 columns.
 
-A float32 accumulator of 64 x 512 fills half the register file, so two warp groups hold 256 value columns each; a
-producer warp brings the tiles, which serve as keys (576 columns) and as values (512) both. Tiles go in pairs: the first
-group makes the scores and probabilities of the even tiles, the second of the odd ones, and each multiplies both with
-its columns. So the exponentials of one tile run under the other tile's scores, or under the products of the tile
-before:
+A float32 accumulator of 64 x 512 fills half the register file, so two warp groups hold 256 value
+columns each; a producer warp brings the tiles, which serve as keys (576 columns) and as values
+(512) both. Tiles go in pairs: the first group makes the scores and probabilities of the even
+tiles, the second of the odd ones, and each multiplies both with its columns. So the exponentials
+of one tile run under the other tile's scores, or under the products of the tile before:
 
     tensor cores   even scores | odd scores  | even tile: left, right | odd tile: right, left | even scores ..
     first group    (wait)      | even maxima, exponentials            | (wait)
     second group   (wait)                    | odd maxima, exponentials
 
 Probabilities change hands through shared memory, in the place of the tile's last 64 key columns, which only its scores
-read: two tiles and Q leave no room for more. The running maxima go with them; a group finds the rescale of the other by
-itself.
+read: two tiles and Q leave no room for more. The running maxima go
+with them; a group finds the rescale of the other by itself.
 """
 
 from triton.experimental import gluon
@@ -124,8 +124,8 @@ def dflash2_mla_produce(
     q1_desc, q3_desc, k1_desc, k3_desc, memory, lengths, pages_ptr, counter_ptr, stride_pages, row_tiles,
     PAGE: gl.constexpr, FOUND: gl.constexpr, BLOCK_B: gl.constexpr,
 ):  # fmt: skip
-    """Draw works, tell both groups of them, and bring their Q and tiles; those of a work come while the last one is
-    ended."""
+    """Draw works, tell both groups of them, and bring their Q and
+    tiles; those of a work come while the last one is ended."""
     anchor = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     chunk, slots, each = dflash2_decode_cut(lengths, FOUND, BLOCK_B)
     num_work = slots * row_tiles  # tiles that share keys run side by side
@@ -562,8 +562,8 @@ def dflash2_mla_hopper(
     PAGE: gl.constexpr, FOUND: gl.constexpr, BLOCK_B: gl.constexpr, NEGATIVE: gl.constexpr, HAS_SINKS: gl.constexpr,
     HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, MERGES: gl.constexpr, WIDE: gl.constexpr, DT: gl.constexpr,
 ):  # fmt: skip
-    """64 rows (token, head) of one sequence over one split of its tiles a work; the programs draw works until none is
-    left.
+    """64 rows (token, head) of one sequence over one split of its
+    tiles a work; the programs draw works until none is left.
 
     A part of ``part_out`` (num parts, 64, 512) float32 and ``part_lse`` (num parts, 64), log2, is that of its work.
     With MERGES, each group merges its columns: it has a ``part_lse`` and ``arrivals`` (num parts) of its own, the

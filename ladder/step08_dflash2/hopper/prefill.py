@@ -1,5 +1,5 @@
-"""Launching the Hopper kernel of prefill: what it can take, its tiles, and the order of its work. Needs CUDA of
-capability 9.0."""
+"""Launching the Hopper kernel of prefill: what it can take, its tiles,
+and the order of its work. Needs CUDA of capability 9.0."""
 
 import functools
 
@@ -75,10 +75,10 @@ def choose_section(group, kv_bytes, seqlen_k, limited):
     """Query heads side by side, for kv_bytes of K and V a KV head; ``limited``: rows differ in the keys they see.
     Measured, see TUNING.md.
 
-    Without a limit all tiles weigh the same: few heads, so that programs share K and V while they come from memory, and
-    the next head's come one by one. Under the diagonal the heaviest tiles of a section come first, and its light ones
-    fill the gaps that they leave: more heads, as long as their K and V stay in the L2 cache, and of the longest a few
-    even so.
+    Without a limit all tiles weigh the same: few heads, so that programs share K and V while
+    they come from memory, and the next head's come one by one. Under the diagonal the heaviest
+    tiles of a section come first, and its light ones fill the gaps that they leave: more
+    heads, as long as their K and V stay in the L2 cache, and of the longest a few even so.
     """
     if not limited:
         return max(group, min(2, (L2_BYTES // 4) // kv_bytes))
@@ -135,8 +135,8 @@ def plan_prefill(
 
 
 def describe_prefill(p, plan, ragged):
-    """Sentences about how a problem (fields of ``AttentionProblem``) is launched by a ``plan_prefill``, for
-    ``explain``."""
+    """Sentences about how a problem (fields of ``AttentionProblem``)
+    is launched by a ``plan_prefill``, for ``explain``."""
     config, num_m, splits, section, grid = plan
     (_, (d1, d2)) = width_of(p.D)
     tiles = num_m * p.Hq * (1 if ragged else p.B)
@@ -162,10 +162,10 @@ def launch_prefill(
 ):  # fmt: skip
     """Run the kernel on checked arguments that ``supports_prefill``; fills ``out`` and, unless None, ``lse``.
 
-    q, out: (B, H, S, D), or packed (total, H, D) with ``cu_seqlens_q``. k, v: likewise, or pages (num_pages, page_size,
-    H, D) with ``block_table`` and ``seq_lens``. right: keys after its own position that a query sees; None is 0 under
-    ``causal`` and all without. plan: of ``plan_prefill``; None makes one, with ``num_splits`` and ``config`` where they
-    are given.
+    q, out: (B, H, S, D), or packed (total, H, D) with ``cu_seqlens_q``. k, v: likewise, or
+    pages (num_pages, page_size, H, D) with ``block_table`` and ``seq_lens``. right: keys after
+    its own position that a query sees; None is 0 under ``causal`` and all without. plan: of
+    ``plan_prefill``; None makes one, with ``num_splits`` and ``config`` where they are given.
     """
     from triton.experimental.gluon import language as gl
 

@@ -1,10 +1,10 @@
-"""Device code of step 08's prefill for sm_90, in Gluon: TMA brings tiles, wgmma multiplies them, warps have one job
-each.
+"""Device code of step 08's prefill for sm_90, in Gluon: TMA brings
+tiles, wgmma multiplies them, warps have one job each.
 
-One program owns 64 * WG query rows of one head. A producer warp issues every copy; WG consumer warp groups own 64 rows
-each, which drift apart or take turns: while one fills the tensor cores, another does its exponentials. The slots of K
-and V go round. What a kernel is compiled for is its ``PrefillShape``; a ``Call`` and a ``Memory`` are what a launch was
-given.
+One program owns 64 * WG query rows of one head. A producer warp issues every copy; WG
+consumer warp groups own 64 rows each, which drift apart or take turns: while one fills the
+tensor cores, another does its exponentials. The slots of K and V go round. What a kernel is
+compiled for is its ``PrefillShape``; a ``Call`` and a ``Memory`` are what a launch was given.
 """
 
 from triton.experimental import gluon
@@ -63,19 +63,9 @@ State = record("State", "acc1 acc2 packed row_max row_sum")
 
 @gluon.jit
 def dflash2_copy_keys(
-    desc_1,
-    desc_2,
-    smem_1,
-    smem_2,
-    full,
-    slot,
-    where,
-    tile,
-    tiles,
-    D1: gl.constexpr,
-    D2: gl.constexpr,
+    desc_1, desc_2, smem_1, smem_2, full, slot, where, tile, tiles, D1: gl.constexpr, D2: gl.constexpr,
     shape: gl.constexpr,
-):
+):  # fmt: skip
     """Bring one tile of K or V: one copy, or one for each page. A page that no row sees is not looked up."""
     N: gl.constexpr = shape.N
     PAGE: gl.constexpr = shape.PAGE
@@ -149,19 +139,9 @@ def dflash2_bring_keys(k1_desc, k2_desc, memory, anchor, it, i, where, tiles, sh
 
 @gluon.jit
 def dflash2_produce(
-    q1_desc,
-    q2_desc,
-    k1_desc,
-    k2_desc,
-    v1_desc,
-    v2_desc,
-    pages_ptr,
-    stride_pages,
-    counter_ptr,
-    memory,
-    call,
+    q1_desc, q2_desc, k1_desc, k2_desc, v1_desc, v2_desc, pages_ptr, stride_pages, counter_ptr, memory, call,
     shape: gl.constexpr,
-):
+):  # fmt: skip
     """The producer's warp: draws work items, tells the consumers of them, and issues every copy of Q, K and V."""
     STAGES: gl.constexpr = shape.STAGES
     anchor = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -266,8 +246,8 @@ def dflash2_scores(q1, q2, memory, slot, COLUMNS: gl.constexpr, shape: gl.conste
 
 @gluon.jit
 def dflash2_multiply(acc1, acc2, packed, it, memory, ROWS: gl.constexpr, shape: gl.constexpr):
-    """Start adding the product of the probabilities of tile number ``it`` with the first ROWS rows of its V, once that
-    is there.
+    """Start adding the product of the probabilities of tile number
+    ``it`` with the first ROWS rows of its V, once that is there.
 
     The probabilities beyond ROWS are zero.
     """
@@ -566,8 +546,8 @@ def dflash2_consume(C: gl.constexpr, o1_desc, o2_desc, memory, call, shape: gl.c
 
 @constexpr_function
 def dflash2_wide(columns):
-    """The layout of a product's (64, columns) after the four lanes of a row have exchanged columns: each has eight
-    neighbours."""
+    """The layout of a product's (64, columns) after the four lanes of
+    a row have exchanged columns: each has eight neighbours."""
     rest = [[0, c] for c in (32, 64, 128) if c < columns]
     return gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0], *rest], [
@@ -580,8 +560,8 @@ def dflash2_wide(columns):
 def dflash2_store(
     acc, batch, head, first_q, mine, rows, split, call, COLUMN: gl.constexpr, V: gl.constexpr, shape: gl.constexpr
 ):
-    """Store from registers what a copy of a whole tile would run over (a ragged end), or has no room for, or float32
-    parts."""
+    """Store from registers what a copy of a whole tile would run over
+    (a ragged end), or has no room for, or float32 parts."""
     LAYOUT: gl.constexpr = acc.type.layout if shape.SPLIT else dflash2_wide(V)
     acc = gl.convert_layout(acc.to(call.out_ptr.dtype.element_ty), LAYOUT)
     row = mine + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))

@@ -1,5 +1,5 @@
-"""What a prefill kernel for sm_90 is compiled for: one object of constants, which the host makes and device code
-reads."""
+"""What a prefill kernel for sm_90 is compiled for: one object of
+constants, which the host makes and device code reads."""
 
 from dataclasses import dataclass
 

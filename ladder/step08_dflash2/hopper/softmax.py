@@ -110,8 +110,8 @@ def dflash2_first_softmax(s, first_key, sight, call, COLUMNS: gl.constexpr, shap
 
 @gluon.jit
 def dflash2_first_pack(p, N: gl.constexpr, COLUMNS: gl.constexpr, DT: gl.constexpr):
-    """``dflash2_pack`` of the first tile's COLUMNS probabilities; the columns that it was not computed for are
-    zeros."""
+    """``dflash2_pack`` of the first tile's COLUMNS probabilities; the
+    columns that it was not computed for are zeros."""
     packed = dflash2_pack(p, COLUMNS, DT)
     if COLUMNS < N:
         none = gl.zeros([64, N], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16]))

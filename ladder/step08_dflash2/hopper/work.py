@@ -1,5 +1,5 @@
-"""Device code of the kernels for sm_90: which work a program does next, which keys it sees, and how its warps are
-told."""
+"""Device code of the kernels for sm_90: which work a program does
+next, which keys it sees, and how its warps are told."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -13,8 +13,8 @@ NEVER = gl.constexpr(1 << 30)
 
 @gluon.jit
 def dflash2_find(cu_ptr, slot, num_seqs, BLOCK: gl.constexpr):
-    """The sequence that owns tile slot ``slot``, when sequence s owns slots cu[s] // BLOCK + s and on (as in step
-    07)."""
+    """The sequence that owns tile slot ``slot``, when sequence s owns
+    slots cu[s] // BLOCK + s and on (as in step 07)."""
     low = 0
     high = num_seqs
     while high - low > 1:
@@ -42,8 +42,8 @@ Sight = record("Sight", "keys dead masked full last_row low_row sink_row")
 def dflash2_work(t, call, shape: gl.constexpr):
     """Work item number t of a ``Call``.
 
-    Heads go in sections whose K and V fit the L2 cache; in a section the last tiles, which see the most keys, come
-    first.
+    Heads go in sections whose K and V fit the L2 cache; in a section
+    the last tiles, which see the most keys, come first.
     """
     split = t * 0
     if shape.SPLIT:
@@ -172,8 +172,8 @@ def dflash2_next(t, counter_ptr, DYNAMIC: gl.constexpr, num_work):
 
 @gluon.jit
 def dflash2_publish(memory, turn, item):
-    """Tell the consumers their next work item, one field a word: they would spend the divisions that find it between
-    tiles."""
+    """Tell the consumers their next work item, one field a word: they
+    would spend the divisions that find it between tiles."""
     place = turn % PLACES
     mbarrier.wait(memory.work_free.index(place), ((turn // PLACES) & 1) ^ 1)
     zero = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))

@@ -69,8 +69,8 @@ def dflash2_find(
     slot, seq_lens_ptr, windows_ptr, batch, q_len, capacity, target, most, min_tiles,
     NUM_RANGES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """(sequence, split, chunk) of a slot, when sequence b owns dflash2_splits(tiles of b, chunk) slots after those of b
-    - 1.
+    """(sequence, split, chunk) of a slot, when sequence b owns
+    dflash2_splits(tiles of b, chunk) slots after those of b - 1.
 
     Every program adds up the whole batch: a few hundred nanoseconds, less than a launch of its own would take. A slot
     that no sequence needs gets sequence ``batch``.
@@ -113,8 +113,8 @@ def dflash2_schedule(
     schedule_ptr, seq_lens_ptr, windows_ptr, batch, q_len, capacity, target, most, min_tiles,
     NUM_RANGES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """Write down what each slot of ``dflash2_decode`` would find: (sequence, split, splits of it, 0), -1 for no
-    work."""
+    """Write down what each slot of ``dflash2_decode`` would find:
+    (sequence, split, splits of it, 0), -1 for no work."""
     slot = tl.program_id(0)
     seq, split, chunk = dflash2_find(
         slot, seq_lens_ptr, windows_ptr, batch, q_len, capacity, target, most, min_tiles, NUM_RANGES, BLOCK_N, BLOCK_B
@@ -276,19 +276,9 @@ def dflash2_decode(
             return
     elif SCHEDULE == FOUND:
         seq, split, chunk = dflash2_find(
-            slot,
-            seq_lens_ptr,
-            windows_ptr,
-            batch,
-            q_len,
-            capacity,
-            target,
-            most,
-            min_tiles,
-            NUM_RANGES,
-            BLOCK_N,
+            slot, seq_lens_ptr, windows_ptr, batch, q_len, capacity, target, most, min_tiles, NUM_RANGES, BLOCK_N,
             BLOCK_B,
-        )
+        )  # fmt: skip
         if seq >= batch:
             return
     else:
