@@ -7,6 +7,7 @@ import torch
 
 from ladder import step01_naive, step02_tiled
 from ladder.chapters.ch01_05_rungs import tables, variants
+from ladder.lab import results
 from ladder.lab.parity import Oracle
 from ladder.lab.problem import MINILM, AttentionProblem
 from ladder.lab.trace import Traffic
@@ -91,3 +92,14 @@ def test_what_the_products_multiply():
     inputs = AttentionProblem(Hq=2, Hkv=2, Sq=40, Sk=40, D=16, Dv=16).make()
     assert tables.product_dtypes(step01_naive.attention, *inputs) == "float16"
     assert tables.product_dtypes(step02_tiled.attention, *inputs) == "float32"
+
+
+def test_the_command_adds_its_rows_to_a_record(tmp_path, monkeypatch):
+    path = tmp_path / "ladder.json"
+    old = {"case": {"mode": "prefill"}, "impl": "step02_tiled"}
+    results.write(results.document([old, {"case": {}, "impl": variants.NAME}]), path)
+    rows = variants.measure("cpu", lengths=(64,), budget_ms=0.0)
+    assert [row["case"]["causal"] for row in rows] == [False, True] and all(row["ok"] for row in rows)
+    monkeypatch.setattr(variants, "measure", lambda: rows)
+    variants.main(["--json", str(path)])
+    assert [row["impl"] for row in results.read(path)["rows"]] == ["step02_tiled", variants.NAME, variants.NAME]

@@ -1,8 +1,17 @@
-"""A variant of rung 02 that tells two causes of its slowness apart; chapter 02 shows it. It is no rung."""
+"""A variant of rung 02 that tells two causes of its slowness apart; chapter 02 shows it. It is no rung.
+
+``python -m ladder.chapters.ch01_05_rungs.variants --json notebooks/results/ladder.json`` adds its times on this GPU.
+"""
+
+import argparse
+import datetime
 
 import torch
 
 from ladder.contract import check_attention
+from ladder.lab import results, timing
+from ladder.lab.parity import Oracle, nan_allocations
+from ladder.lab.problem import AttentionProblem
 from ladder.step02_tiled.attention import TILE_K, TILE_Q
 
 NAME = "step02_tiled_16bit"  # as recorded results call it
@@ -75,3 +84,43 @@ def bytes_moved(problem):
     q_tile = q_elems * (2 * p.itemsize + 2 * k_tiles * p.itemsize)  # scale, then read by every product
     acc = q_elems * (4 + k_tiles * 16 + 12 + p.itemsize)  # zero; product writes, add updates; divide; store
     return score_elems * (first + second) + kv_tiles + q_tile + acc
+
+
+def measure(device="cuda", lengths=(16384, 1024), budget_ms=300.0, dtype="bfloat16"):
+    """Results rows of the variant on dense and causal sequences of 16 heads of 128 in bf16, checked and timed."""
+    rows, when = [], datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    device = torch.device(device)
+    for length in lengths:
+        for causal in (False, True):
+            batch = max(1, 16384 // length)
+            problem = AttentionProblem(
+                B=batch, Hq=16, Hkv=16, Sq=length, Sk=length, D=128, Dv=128, causal=causal, dtype=dtype
+            )
+            q, k, v = problem.make(device)
+            with nan_allocations():
+                out = tiled_16bit(q, k, v, causal=causal)
+            parity = Oracle(q, k, v, causal=causal, sample_rows=512).check(out)
+            took = timing.measure(
+                lambda *args, causal=causal: tiled_16bit(*args, causal=causal), [(q, k, v)], device=device,
+                budget_ms=budget_ms,
+            )  # fmt: skip
+            moved = bytes_moved(problem)
+            rows.append(results.row(
+                problem.case(), NAME, timing=took, flops=problem.flops, parity=parity, bytes_moved=moved,
+                commit=results.commit(), recorded=when, command=results._command(),
+            ))  # fmt: skip
+            print(rows[-1]["case"], rows[-1]["ms"], "ok" if parity else parity.reason, flush=True)
+    return rows
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description="Measure rung 02 with 16-bit products and add it to a record.")
+    parser.add_argument("--json", required=True, metavar="FILE", help="a record of the ladder; its other rows stay")
+    args = parser.parse_args(argv)
+    doc = results.read(args.json)
+    doc["rows"] = [row for row in doc["rows"] if row["impl"] != NAME] + measure()
+    results.write(doc, args.json)
+
+
+if __name__ == "__main__":
+    main()
