@@ -200,6 +200,7 @@ def masking(doc, lengths=(1024, 4096, 16384, 32768)):
             f"| {batch}{plots.tokens(length)} tokens | {times[0]:.3g} ms | {times[1]:.3g} ms "
             f"| **{times[1] / times[0]:.1f}** | {by_operation:.1f} | {by_kernel:.1f} |"
         )
+    results.wanted(lines[2:], doc, "times of step01_naive with and without a mask")
     lines.append(f"\n*Times {results.caption(doc)}; bytes counted from the algorithm.*")
     return Markdown("\n".join(lines))
 
