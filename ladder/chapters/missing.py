@@ -48,6 +48,6 @@ def assigned(source):
 
 def install_here():
     """``install`` in the notebook that imports this package; nothing where there is none."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    if shell is not None:
-        install(shell)
+    ipython = sys.modules.get("IPython")
+    if ipython is not None and ipython.get_ipython() is not None:
+        install(ipython.get_ipython())

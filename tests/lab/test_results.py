@@ -95,7 +95,7 @@ def test_select_and_one(doc):
     assert results.one(doc, "step01_naive", causal=True, Sq=64)["peak_bytes"] == 123
     with pytest.raises(LookupError, match="2 rows of step01_naive match"):
         results.one(doc, "step01_naive")
-    with pytest.raises(LookupError, match="0 rows of fa3 match"):
+    with pytest.raises(results.NotRecorded, match="^Not recorded: fa3"):
         results.one(doc, "fa3", Sq=64)
 
 

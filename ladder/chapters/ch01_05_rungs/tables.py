@@ -275,10 +275,11 @@ def tiled_costs(doc):
     return Markdown("\n".join(lines))
 
 
-def sixteen_bit(doc):
+def sixteen_bit():
     """Recorded times of rung 02 with 16-bit products beside rungs 01 and 02, as Markdown; a sentence without them."""
-    from .variants import NAME
+    from .variants import NAME, RECORD
 
+    doc = results.load(RECORD) if (results.FOLDER / f"{RECORD}.json").exists() else {"rows": []}
     cases = [(n, p) for n, p in list(CASES.items())[:2] if rows(doc, NAME, p)]
     if not cases:
         return Markdown(

@@ -1,13 +1,15 @@
 """A variant of rung 02 that tells two causes of its slowness apart; chapter 02 shows it. It is no rung.
 
-``python -m ladder.chapters.ch01_05_rungs.variants --json notebooks/results/ladder.json`` adds its times on this GPU.
+``python -m ladder.chapters.ch01_05_rungs.variants --json notebooks/results/step02_16bit.json`` times it on a GPU.
 """
 
 import argparse
-import datetime
+import functools
+import itertools
 
 import torch
 
+from ladder import step01_naive, step02_tiled
 from ladder.contract import check_attention
 from ladder.lab import results, timing
 from ladder.lab.parity import Oracle, nan_allocations
@@ -15,6 +17,8 @@ from ladder.lab.problem import AttentionProblem
 from ladder.step02_tiled.attention import TILE_K, TILE_Q
 
 NAME = "step02_tiled_16bit"  # as recorded results call it
+RECORD = "step02_16bit"
+TURNS = 3
 
 
 def tiled_16bit(q, k, v, *, causal=False, scale=None, tile_q=TILE_Q, tile_k=TILE_K):
@@ -87,39 +91,34 @@ def bytes_moved(problem):
 
 
 def measure(device="cuda", lengths=(16384, 1024), budget_ms=300.0, dtype="bfloat16"):
-    """Results rows of the variant on dense and causal sequences of 16 heads of 128 in bf16, checked and timed."""
-    rows, when = [], datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    device = torch.device(device)
-    for length in lengths:
-        for causal in (False, True):
-            batch = max(1, 16384 // length)
-            problem = AttentionProblem(
-                B=batch, Hq=16, Hkv=16, Sq=length, Sk=length, D=128, Dv=128, causal=causal, dtype=dtype
-            )
-            q, k, v = problem.make(device)
+    """Results rows of rungs 01, 02 and the variant on 16 heads of 128, dense and causal; checked, timed in turns."""
+    device, rows = torch.device(device), []
+    calls = {"step01_naive": step01_naive.attention, "step02_tiled": step02_tiled.attention, NAME: tiled_16bit}
+    for length, causal in itertools.product(lengths, (False, True)):
+        problem = AttentionProblem(
+            B=max(1, 16384 // length), Hq=16, Hkv=16, Sq=length, Sk=length, D=128, Dv=128, causal=causal, dtype=dtype
+        )
+        inputs = problem.make(device)
+        oracle = Oracle(*inputs, causal=causal, sample_rows=512)
+        times = {name: [] for name in calls}
+        for _ in range(TURNS):
+            for name, call in calls.items():
+                run = functools.partial(call, causal=causal)
+                times[name].append(timing.measure(run, [inputs], device=device, budget_ms=budget_ms))
+        for name, call in calls.items():
             with nan_allocations():
-                out = tiled_16bit(q, k, v, causal=causal)
-            parity = Oracle(q, k, v, causal=causal, sample_rows=512).check(out)
-            took = timing.measure(
-                lambda *args, causal=causal: tiled_16bit(*args, causal=causal), [(q, k, v)], device=device,
-                budget_ms=budget_ms,
-            )  # fmt: skip
-            moved = bytes_moved(problem)
-            rows.append(results.row(
-                problem.case(), NAME, timing=took, flops=problem.flops, parity=parity, bytes_moved=moved,
-                commit=results.commit(), recorded=when, command=results._command(),
-            ))  # fmt: skip
-            print(rows[-1]["case"], rows[-1]["ms"], "ok" if parity else parity.reason, flush=True)
+                parity = oracle.check(call(*inputs, causal=causal))
+            took = sorted(times[name], key=lambda timing: timing.median)[TURNS // 2]
+            rows.append(results.row(problem.case(), name, timing=took, flops=problem.flops, parity=parity))
+            print(problem.label(), name, f"{took.median:.4g} ms", "ok" if parity else parity.reason, flush=True)
     return rows
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description="Measure rung 02 with 16-bit products and add it to a record.")
-    parser.add_argument("--json", required=True, metavar="FILE", help="a record of the ladder; its other rows stay")
+    parser = argparse.ArgumentParser(description="Time rung 02 with 16-bit products beside rungs 01 and 02.")
+    parser.add_argument("--json", required=True, metavar="FILE", help="write the record here")
     args = parser.parse_args(argv)
-    doc = results.read(args.json)
-    doc["rows"] = [row for row in doc["rows"] if row["impl"] != NAME] + measure()
-    results.write(doc, args.json)
+    results.write(results.document(measure(), device="cuda"), args.json)
 
 
 if __name__ == "__main__":
