@@ -62,6 +62,9 @@ class Topic:
 
 
 def _folder():
+    """Where numbers are kept: ``LADDER_LIVE_CACHE``, or a folder in the user's cache."""
+    if os.environ.get("LADDER_LIVE_CACHE"):
+        return Path(os.environ["LADDER_LIVE_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "attention-ladder", "live")
 
 
@@ -94,9 +97,8 @@ def document(topic, again=False):
 
 @contextlib.contextmanager
 def _alone():
-    """Wait until no other chapter measures: two at a time would slow each other down."""
-    _folder().mkdir(parents=True, exist_ok=True)
-    with open(_folder() / "lock", "w") as lock:
+    """Wait until no other chapter of this user measures: two at a time would slow each other down."""
+    with open(Path(tempfile.gettempdir(), f"attention-ladder-{os.getuid()}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

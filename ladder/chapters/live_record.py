@@ -4,6 +4,8 @@ Nothing is read from the reader's cache, and no notebook is written back.
 """
 
 import argparse
+import concurrent.futures
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -41,12 +43,12 @@ def chapter(path, cache):
     """
     Path(cache).mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
-    notebook = executed(path, XDG_CACHE_HOME=str(cache))
+    notebook = executed(path, LADDER_LIVE_CACHE=str(cache))
     seconds = time.perf_counter() - start
     said = [shown(cell) for cell in live_cells(notebook)]
     if not said or not all(said):
         raise RuntimeError(f"{Path(path).name}: a live cell showed no measurement")
-    docs = [results.read(file) for file in sorted(Path(cache).rglob("*.json"))]
+    docs = [results.read(file) for file in sorted(Path(cache).glob("*.json"))]
     rows = [row for doc in docs for row in doc["rows"]]
     measured = [row for row in rows if "skipped" not in row]
     verdicts = [text.splitlines()[0] for text in said]
@@ -59,30 +61,45 @@ def chapter(path, cache):
     return entry, [{**row, "chapter": Path(path).stem} for row in rows]
 
 
+def attempt(path):
+    """``chapter`` with a cache of its own; ("failed", row) where it raises, since it must not cost the others."""
+    with tempfile.TemporaryDirectory() as cache:
+        try:
+            return "ran", *chapter(path, cache)
+        except Exception as error:
+            return "failed", {"chapter": Path(path).stem, "error": str(error)[-600:]}, []
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m ladder.chapters.live_record", description=__doc__.splitlines()[0])
     parser.add_argument("notebooks", nargs="*", type=Path, help="which; all by default")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record here")
+    parser.add_argument("--jobs", type=int, default=4, help="chapters at a time; one measures at a time (default 4)")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("want a CUDA device")
+    paths = args.notebooks or sorted(FOLDER.glob("*.ipynb"))
+    return record(paths, args.jobs, args.json)
+
+
+def record(paths, jobs, target=None):
+    """Run the chapters, print a line for each, and keep the record written as they end. Returns the exit code."""
     chapters, measured, failed = [], [], []
-    for path in args.notebooks or sorted(FOLDER.glob("*.ipynb")):
-        with tempfile.TemporaryDirectory() as cache:
-            try:
-                entry, rows = chapter(path, cache)
-            except Exception as error:  # a chapter that fails must not cost the others
-                failed.append({"chapter": path.stem, "error": str(error)[-600:]})
-                print(f"{path.stem}: FAILED {failed[-1]['error']}", file=sys.stderr, flush=True)
-                continue
-        chapters.append(entry)
-        measured += rows
-        print(
-            f"{path.stem}: {entry['seconds']:.0f} s, of which live {entry['live_seconds']:.0f} s: {entry['verdict']}",
-            flush=True,
-        )
-    if args.json:
-        results.write(results.document(chapters + measured, device="cuda", failures=failed), args.json)
+    with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        for future in concurrent.futures.as_completed([pool.submit(attempt, path) for path in paths]):
+            how, entry, rows = future.result()
+            if how == "failed":
+                failed.append(entry)
+                print(f"{entry['chapter']}: FAILED {entry['error']}", file=sys.stderr, flush=True)
+            else:
+                chapters.append(entry)
+                measured += rows
+                live = f"{entry['seconds']:.0f} s, of which live {entry['live_seconds']:.0f} s"
+                print(f"{entry['case']['chapter']}: {live}: {entry['verdict']}", flush=True)
+            if target:
+                chapters.sort(key=lambda entry: entry["case"]["chapter"])
+                measured.sort(key=lambda row: row["chapter"])
+                results.write(results.document(chapters + measured, device="cuda", failures=failed), target)
     return int(bool(failed) or not all(entry["ok"] for entry in chapters))
 
 

@@ -12,7 +12,7 @@ MEASURES = """
 import json, os, pathlib
 from IPython.display import HTML, display
 row = {"case": {"mode": "test"}, "impl": "a rung", "ok": %s}
-pathlib.Path(os.environ["XDG_CACHE_HOME"], "a.json").write_text(json.dumps({
+pathlib.Path(os.environ["LADDER_LIVE_CACHE"], "a.json").write_text(json.dumps({
     "schema": 1, "recorded": "", "commit": "", "command": "", "machine": {}, "limits": None, "rows": [row], "seconds": 2}))
 display(HTML("progress"))
 
@@ -41,3 +41,17 @@ def test_a_chapter_is_run_and_its_rows_are_kept(tmp_path, ok, verdict, right):
 def test_a_chapter_without_a_measurement_is_refused(tmp_path, source, tags):
     with pytest.raises(RuntimeError, match="00_a.ipynb: a live cell showed no measurement"):
         live_record.chapter(written(tmp_path, source, tags), tmp_path / "cache")
+
+
+def test_a_record_holds_every_chapter_and_what_failed(tmp_path, monkeypatch, capsys):
+    good = written(tmp_path, MEASURES % (True, "Parity ok."))
+    bad = good.rename(tmp_path / "01_b.ipynb")
+    written(tmp_path, MEASURES % (True, "Parity ok."))
+    bad.write_text(bad.read_text().replace("1 + 1", "1 / 0"))
+    monkeypatch.setattr(live_record.results, "machine", lambda device: {"gpu": "a card"})
+    assert live_record.record([tmp_path / "00_a.ipynb", bad], 2, tmp_path / "record.json") == 1
+    doc = live_record.results.read(tmp_path / "record.json")
+    assert [row["case"] for row in doc["rows"]] == [{"mode": "chapter", "chapter": "00_a"}, {"mode": "test"}]
+    assert doc["failures"][0]["chapter"] == "01_b" and "ZeroDivisionError" in doc["failures"][0]["error"]
+    said = capsys.readouterr()
+    assert said.out.startswith("00_a: ") and "Parity ok." in said.out and "01_b: FAILED" in said.err
