@@ -55,3 +55,12 @@ def test_a_record_holds_every_chapter_and_what_failed(tmp_path, monkeypatch, cap
     assert doc["failures"][0]["chapter"] == "01_b" and "ZeroDivisionError" in doc["failures"][0]["error"]
     said = capsys.readouterr()
     assert said.out.startswith("00_a: ") and "Parity ok." in said.out and "01_b: FAILED" in said.err
+
+
+def test_the_committed_record_holds_every_chapter_without_a_failure():
+    doc = live_record.results.load("live_h200")
+    chapters = {row["case"]["chapter"]: row for row in doc["rows"] if row["case"]["mode"] == "chapter"}
+    assert set(chapters) == {path.stem for path in live_record.FOLDER.glob("*.ipynb")} and doc["failures"] == []
+    assert all(row["ok"] and row["measured"] > 0 for row in chapters.values())
+    rungs = [row for name, row in chapters.items() if "01" <= name[:2] <= "08"]
+    assert all(row["live_seconds"] < 30 for row in rungs), "a live part takes less than half a minute"

@@ -15,6 +15,7 @@ import textwrap
 from pathlib import Path
 
 import torch
+from IPython.display import Markdown
 
 from ladder.chapters import live, live_process, plots
 from ladder.lab import results, timing
@@ -57,6 +58,22 @@ def time(attend, *, again=False):
         topic = live_process.Topic(name, module, DOES, sources, (str(path), attend.__name__))
         doc = live_process.document(topic, again)
     return doc and OwnKernel(doc)
+
+
+def recorded():
+    """How the chapter's kernel, unchanged, did on the recorded GPU, as Markdown."""
+    doc = results.load("live_h200")
+    rows = results.wanted([row for row in doc["rows"] if row["impl"] == YOURS], doc, "the chapter's own kernel")
+    said = []
+    for row in rows:
+        rung = results.one(doc, "step05_fused", **row["case"])
+        share = rung["ms"]["median"] / row["ms"]["median"]
+        said.append(f"**{share:.0%}** with {row['case']['Sq']:,} tokens and heads of {row['case']['D']}")
+    spills = "none of its registers spill" if not any(row.get("spills") for row in rows) else "some registers spill"
+    return Markdown(
+        f"On the recorded GPU the kernel as it stands above reaches, of rung 05's speed, {', '.join(said)}; {spills} "
+        f"({results.caption(doc)})."
+    )
 
 
 def source(function):
