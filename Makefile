@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 PIP_ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist loadscope
 TRITON_VERSIONS ?= 3.6.0 3.8.0 3.9.0
+PAIRS ?= 3.5.0:1.26.4 3.6.0:2.4.6 3.9.0:2.4.6
 
 # With a GPU pip chooses the newest torch that fits; without one the pinned CPU environment is installed.
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
@@ -13,7 +14,7 @@ CONSTRAINTS := --constraint .ci/constraints-cpu.txt
 endif
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) $(CONSTRAINTS)
 
-.PHONY: ladder test lab venv compile-matrix clean
+.PHONY: ladder test lab venv compile-matrix interpreter-pairs clean
 .DEFAULT_GOAL := ladder
 
 ladder: $(VENV)/.core  ## climb every rung: parity, speed, memory, share of this machine's limit
@@ -43,6 +44,14 @@ $(VENV)/.test: pyproject.toml .ci/constraints-cpu.txt | $(VENV)/bin/python
 	@echo "Installing into $(VENV) (some minutes)"
 	$(INSTALL) --editable '.[test]'
 	@touch $(VENV)/.core $@
+
+interpreter-pairs: $(VENV)/.test  ## Triton's interpreter under PAIRS of Triton and NumPy: the oldest, the newest, and what breaks
+	for pair in $(PAIRS); do \
+	  target=$(VENV)/pairs/$$pair && echo "Triton:NumPy $$pair" && \
+	  $(INSTALL) --no-deps --upgrade --target $$target triton==$${pair%%:*} numpy==$${pair##*:} && \
+	  PYTHONPATH=$$target $(BIN)/python -m pytest -q tests/lab/test_interpret.py tests/step08/test_decode.py \
+	    tests/chapters/test_own_kernel.py -k "interp or copied or splits or kernel" || exit 1; \
+	done
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .hypothesis build *.egg-info

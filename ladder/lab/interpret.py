@@ -32,11 +32,12 @@ def enable():
 
 
 def _accept_scalars_of_new_numpy():
-    """Let the interpreter of Triton before 3.7 count loops under NumPy 2.4 and newer.
+    """Let the interpreter of Triton before 3.7 count loops under NumPy 1.25 and newer.
 
-    It holds a scalar as an array of one element and asks ``int()`` for its value, which NumPy refuses since 2.4.
+    It holds a scalar as an array of one element and asks ``int()`` for its value. NumPy warns of that since 1.25 and
+    refuses it since 2.4.
     """
-    if not (_release("triton") < (3, 7) and _release("numpy") >= (2, 4)):
+    if not (_release("triton") < (3, 7) and _release("numpy") >= (1, 25)):
         return
     from triton.runtime import interpreter
 
@@ -45,9 +46,10 @@ def _accept_scalars_of_new_numpy():
         return
 
     @functools.wraps(patch, assigned=())
-    def patch_lang_tensor(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+    def patch_lang_tensor(tensor, *scope):
+        patch(tensor, *scope)
+        put = scope[0].set_attr if scope else setattr  # Triton 3.5 has no scope that puts the old function back
+        put(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_lang_tensor
 
