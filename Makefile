@@ -47,8 +47,8 @@ $(VENV)/.test: pyproject.toml .ci/constraints-cpu.txt | $(VENV)/bin/python
 
 interpreter-pairs: $(VENV)/.test  ## Triton's interpreter under PAIRS of Triton and NumPy: the oldest, the newest, and what breaks
 	for pair in $(PAIRS); do \
-	  target=$(VENV)/pairs/$$pair && echo "Triton:NumPy $$pair" && \
-	  $(INSTALL) --no-deps --upgrade --target $$target triton==$${pair%%:*} numpy==$${pair##*:} && \
+	  triton=$${pair%%:*} numpy=$${pair##*:} && target=$(VENV)/pairs/$$triton-$$numpy && echo "Triton $$triton, NumPy $$numpy" && \
+	  $(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps --upgrade --target $$target triton==$$triton numpy==$$numpy && \
 	  PYTHONPATH=$$target $(BIN)/python -m pytest -q tests/lab/test_interpret.py tests/step08/test_decode.py \
 	    tests/chapters/test_own_kernel.py -k "interp or copied or splits or kernel" || exit 1; \
 	done
