@@ -108,6 +108,7 @@ class Comparison(live_process.Shown):
                 axes.text(recorded, place - 0.16, f" {recorded:.3g}", va="center", fontsize=8)
         axes.set_yticks(list(places), [f"{title(row['impl'])}\n{label(row['case'])}" for row in rows], fontsize=8)
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set_xlabel("milliseconds (logarithmic); hatched: the record")
         axes.margins(x=0.12)
         axes.set_title(f"{self.rung.title} on this machine: {self.where}")
